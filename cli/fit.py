@@ -62,7 +62,7 @@ def fit(
     # Imported here because of the compiler, which --help and completion do not need.
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.policies.eldr.artifact import fit as fit_artifact
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from eldr_sim.simulator.setup.config.requests import RoutingConfig
     from eldr_sim.simulator.setup.run_routing import routing_of
     from eldr_sim.traces.routing.calibration import calibration_set
     from eldr_sim.traces.routing.format import open_trace
@@ -72,7 +72,7 @@ def fit(
     mask = parse_layer_mask(options.pop("layer_mask"))
     choices = FitOptions(options.pop("signature"), mask, **options)
     if trace is None:
-        opened = routing_of(RunConfig(workload=workload, model=model), load_model(model))
+        opened = routing_of(workload, RoutingConfig(), load_model(model))
     else:
         opened = open_trace(trace)
     score = score_of(choices.transform)

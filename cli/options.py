@@ -255,7 +255,7 @@ def served(config: RunConfig, policies: list[str]) -> list[str]:
     """Return the decode policies that a model can have, and say which are left out."""
     from eldr_sim.simulator.setup.run_routing import servable  # takes long to import
 
-    found = servable(config, policies)
+    found = servable(config.engine.model, policies)
     if left := [word for word in policies if word not in found]:
         why = f"{config.engine.model} is dense, and they need experts"
         click.echo(f"Left out: {', '.join(left)} ({why})", err=True)

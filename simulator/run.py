@@ -1,62 +1,41 @@
 """From a configuration to a result: the steps of one run, in order."""
 
-import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from importlib.metadata import version
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.news import heard, tell
-from eldr_sim.policies.base import PolicyContext, RouterPolicy
-from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.eldr.artifact import RoutingArtifact, cached_fit
-from eldr_sim.policies.eldr.signature import FitOptions, score_of
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.queue.orders import QueueOrder, Waiting
-from eldr_sim.policies.registry import (
-    autoscaler,
-    begins_as_configured,
-    decode_policy,
-    is_built_in,
-    needs,
-    parameters,
-    prefill_policy,
-    queue_order,
-    replica_choice,
-)
-from eldr_sim.policies.scaling.metrics import per_pool
+from eldr_sim.policies.registry import is_built_in, needs
 from eldr_sim.simulator.control import placing
-from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule, check_budget
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
 from eldr_sim.simulator.control.inputs import Inputs, Signatures
 from eldr_sim.simulator.control.record import RunRecord
-from eldr_sim.simulator.control.relocation import Relocations
-from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
+from eldr_sim.simulator.control.run_policies import RunPolicies, queue_keys
+from eldr_sim.simulator.control.scaling import autoscale, check_scaling, mean_work
 from eldr_sim.simulator.outcome.catalogue import Headline, Shown, headline_tags, label, number
 from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
-from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.reference.cluster import ReferenceCluster
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
-from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
-from eldr_sim.simulator.setup.mean_work import MeanWork, scaling_facts
-from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded, prepare
+from eldr_sim.simulator.setup.mean_work import MeanWork
+from eldr_sim.simulator.setup.offered_load import make_load
+from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded, prepare, trace_of
 from eldr_sim.simulator.setup.replay import (
-    Replay,
     make_replicas,
     no_replay,
     prompt_rows,
@@ -64,25 +43,13 @@ from eldr_sim.simulator.setup.replay import (
     replay_of,
 )
 from eldr_sim.simulator.setup.run_routing import texts_of
-from eldr_sim.simulator.setup.shared_experts import hold_instances
-from eldr_sim.simulator.setup.streaming import work_of
+from eldr_sim.simulator.setup.shared_experts import hold_instances, sharing
 from eldr_sim.traces.prompts import PromptSignatures, no_signatures
-from eldr_sim.traces.requests.load import Load
-from eldr_sim.traces.requests.logs.log_window import describe_part
-from eldr_sim.traces.requests.requests import make_requests
-from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
-from eldr_sim.traces.requests.session_shape import session_shape
-from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
-from eldr_sim.traces.routing.gate_scores import PromptScore
-from eldr_sim.traces.streams import stream
-from eldr_sim.traces.workload import Workload, join_routing
+from eldr_sim.traces.workload import Workload
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
 Backend = Literal["compiled", "simpy", "vllm"]
-#: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
-#: last still see the load; the run stops when they have ended.
-_WINDOWS_OF_ARRIVALS = 2.0
 #: A run gives up when the measured requests have not ended after so many times its length.
 _TIME_LIMIT_FACTOR = 20.0
 
@@ -151,7 +118,7 @@ def result_of(
         summary=summary_of(config, prepared, workload, record),
         config=_run_again(config, prepared.trace, backend),
         record=record,
-        domains=texts_of(config, prepared.trace).domains,
+        domains=texts_of(config.requests.workload, config.routing, prepared.trace).domains,
         n_moe_layers=prepared.model.n_moe_layers,
     )
 
@@ -184,7 +151,7 @@ def _run(
     if not config.scaling.scales:
         return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
     control = Control(cluster, fault_plan(config, cluster))
-    autoscale(config, prepared, workload, control)
+    scale(config, prepared, workload, control)
     record = control.recorded(cluster.run(progress, control.acts))
     return replace(prepared, spec=cluster.spec), workload, record
 
@@ -197,49 +164,25 @@ def prepare_run(config: RunConfig) -> PreparedRun:
 
 def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
     """Raise InputError where a run is refused for something that needs no routing."""
-    _check_scaling(config)
+    check_scaling(config.scaling, config.faults, config.pools)
     workload, _ = offered_load(config, None)
-    planned(config, prepared.spec, workload)
-    _queue_order(config, prepared)
+    _faults(config, prepared.spec, workload)
+    made = policies_of(config, prepared)
+    made.queue_order()
     if config.cluster.n_prefill:
-        _prefill_policy(config, prepared, workload)
+        made.prefill(workload)
     if not config.cluster.generates:
         return
-    calibration = partial(_calibration_of, config, prepared)
     clusters = False
     for router in range(1 if config.cluster.n_prefill else 0, len(prepared.spec.routers)):
         try:
-            policy = _decode_policy(config, prepared, workload, no_replay(), calibration, router)
+            policy = made.decode(workload, no_replay(), router)
             clusters = policy.artifact is not None
         except RoutingNeeded as needed:  # another package's policy may read them in any order
             clusters = needed.fits or not is_built_in("decode", config.policies.policy)
-    placing.check_placements(config, prepared, clusters)
+    placing.check_placements(prepared, config.requests.seed, clusters)
     if not config.cluster.n_prefill and needs("policy", config.policies.policy).signature:
-        _refuse_signatures(config)
-
-
-def _check_scaling(config: RunConfig) -> None:
-    """Raise InputError for bounds of an autoscaler that do not fit the pools."""
-    if not config.scaling.scales:
-        return
-    if config.faults.fail or config.faults.events:
-        problem = "workers that fail beside an autoscaler are not simulated"
-        raise InputError("autoscale", problem, "none, or neither fail nor events")
-    names = [pool.name for pool in config.pools]
-    initial = per_pool("initial_workers", config.scaling.initial_workers, names)
-    least = per_pool("min_workers", config.scaling.min_workers or (1,), names)
-    for field, given in (("min_workers", least), ("initial_workers", initial)):
-        for pool in config.pools:
-            if given.get(pool.name, 0) > pool.units[0]:
-                problem = f"{given[pool.name]} {pool.name} workers"
-                raise InputError(field, problem, f"up to the topology's {pool.units[0]}")
-    own = begins_as_configured(config.scaling.autoscale)
-    used = 0
-    for pool in config.pools:
-        most, gpus = pool.units
-        n = initial.get(pool.name, most) if own else 0
-        used += max(n, least.get(pool.name, 0)) * gpus
-    check_budget(config.scaling.gpu_budget, used)
+        raise made.refuse_signatures()
 
 
 def reference_of(
@@ -271,28 +214,15 @@ def fault_plan(config: RunConfig, cluster: Cluster | ReferenceCluster) -> FaultP
     )  # fmt: skip
 
 
-def autoscale(
-    config: RunConfig, prepared: PreparedRun, workload: Workload, control: Control
-) -> None:
+def scale(config: RunConfig, prepared: PreparedRun, workload: Workload, control: Control) -> None:
     """Let the autoscaler of a configuration work on a cluster, if there is one."""
-    if not config.scaling.scales:
-        return
-    _check_scaling(config)
-    works = [_works(config, prepared, control.cluster, pool) for pool in prepared.spec.pools]
-    pauses = {name: group.pause_between for name, group in control.cluster.elastic.items()}
-    facts = scaling_facts(config, prepared, workload, works, pauses)
-    rng = stream(config.requests.seed, "autoscaler")
-    policy = autoscaler(config.scaling.autoscale, PolicyContext(1, rng, scaling=facts))
-    names = [pool.name for pool in facts.pools]
-    rule = ScalingRule(
-        per_pool("min_workers", config.scaling.min_workers or (1,), names),
-        per_pool("initial_workers", config.scaling.initial_workers, names),
-        config.scaling.gpu_budget,
-        config.scaling.demand == "exit",
-        config.scaling.metric_delay,
-        math.inf if config.scaling.drain_timeout is None else config.scaling.drain_timeout,
-    )
-    Autoscaling(control, policy, facts, rule)
+    if config.scaling.scales:
+        check_scaling(config.scaling, config.faults, config.pools)
+        calibration = policies_of(config, prepared).calibration
+        autoscale(
+            config.scaling, config.pools, config.requests.seed, prepared, workload, calibration,
+            control,
+        )  # fmt: skip
 
 
 def tell_of_compiling() -> None:
@@ -305,66 +235,15 @@ def offered_load(
     config: RunConfig, trace: RoutingTrace | None
 ) -> tuple[Workload, tuple[float, float]]:
     """Return the requests of a run and the window, s, in which those that count arrive."""
-    warmup, duration = config.requests.warmup_s, config.requests.duration_s
-    window = (warmup, np.inf if duration is None else warmup + duration)
-    # The load of a day ends with it: what is left is served, and counts.
-    windows = (
-        1.0
-        if config.requests.load is not None and config.requests.duration is None
-        else _WINDOWS_OF_ARRIVALS
-    )
-    horizon = None if duration is None else warmup + windows * duration
-    check_window(config)
-    log = log_of(config)
-    part = part_of(config, log)
-    if part is not None and config.requests.chooses_part:
-        window = part.window
-    if config.requests.arrivals == "agentx":
-        horizon = None
-    same = {field.name for field in fields(Load)} & set(RUN_FIELDS)
-    values: dict[str, Any] = {name: config.value(name) for name in same}
-    values["request_rate"] = config.requests.effective_rate
-    values["output_len"] = config.effective_output_len
-    if config.requests.n_sessions is not None:
-        values["num_requests"] = config.requests.n_sessions
-    ratio = config.requests.random_range_ratio
-    load = Load(
-        **values,
-        horizon_s=horizon,
-        lanes_s=0.0 if duration is None else duration,
-        drift_s=None if duration is None else window[1],
-        # Requests that end with their prompts have one output token, whatever the range.
-        range_ratios=(ratio, ratio if config.cluster.generates else 0.0),
-        part=part,
-        session=session_shape(
-            config.requests.workload,
-            config.engine.block_size,
-            config.requests.history,
-            **{name: config.value(name) for name in SESSIONS["chat"]},
-        ),
-    )
-    try:
-        requests = make_requests(texts_of(config, trace), load)
-    except InputError as error:
-        if error.field != "horizon_s":
-            raise
-        allowed = error.allowed.replace("horizon", "duration")
-        raise InputError("duration", error.problem, allowed) from None
-    workload = join_routing(
-        requests, trace, trace_replay=config.routing.trace_replay, seed=config.requests.seed
-    )
-    arrivals = workload.arrival_s
-    if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
-        raise InputError(
-            "warmup" if config.requests.duration is None else "duration",
-            f"none of {len(arrivals)} requests arrives in the measured window "
-            f"[{window[0]:g} s, {window[1]:g} s)",
-            "a shorter warm-up, a longer duration or a higher rate",
-        )
-    if log is not None:
-        measured = describe_part(log, arrivals, window, part, config.requests.request_rate)
-        workload = replace(workload, description=workload.description | {"log_window": measured})
-    return workload, window
+    return make_load(
+        config.requests, config.routing, config.effective_output_len, config.engine.block_size,
+        trace, generates=config.cluster.generates,
+    )  # fmt: skip
+
+
+def load_of(config: RunConfig) -> tuple[Workload, tuple[float, float]]:
+    """Return `offered_load` of a configuration by itself."""
+    return offered_load(config, trace_of(config, load_model(config.engine.model)))
 
 
 def make_inputs(
@@ -376,43 +255,51 @@ def make_inputs(
 ) -> Inputs:
     """Put what a cluster runs together, policies fitted; ``on_blocks``: see `control.inputs`."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
-    calibration = partial(_calibration_of, config, prepared)
+    made = policies_of(config, prepared)
+    seed, calibration = config.requests.seed, made.calibration
     replay = no_replay()
     if trace is not None:
         windows = workload.decode_request.astype(np.int64)
         replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
     policies = [
-        _prefill_policy(config, prepared, workload)
+        made.prefill(workload)
         if number == 0 and config.cluster.n_prefill
-        else _decode_policy(config, prepared, workload, replay, calibration, number)
+        else made.decode(workload, replay, number)
         for number in range(len(spec.routers))
     ]
     decode = policies[-1] if config.cluster.generates else None
-    if not config.cluster.n_prefill:
-        _check_colocated(config, decode)
-    order = _queue_order(config, prepared)
+    order = made.queue_order()
     score = None if decode is None else decode.needs.signature
+    if score is not None and not config.cluster.n_prefill:
+        raise made.refuse_signatures()
     if score == "count":
-        _routed(prepared).require_prompts(f"the signatures of policy {config.policies.policy!r}")
+        made.trace().require_prompts(f"the signatures of policy {config.policies.policy!r}")
     signatures: Signatures = no_signatures
     if trace is not None:
         texts = np.union1d(workload.text, workload.prefix_text)
         signatures = PromptSignatures(trace, score or "count", texts)
+    capture_s, routing_s = (0.0, 0.0) if score is None else made.signature_costs()
     spec = replace(
-        spec if score is None else _with_signatures(spec, config.policies.policy),
+        spec,
+        capture_s=capture_s,
+        routing_s=routing_s,
         preempt_by_key=order.preempts,
         aging_s=order.aging_s,
     )
     artifact = None if decode is None else decode.artifact
-    placements, movable = placing.placements_of(config, prepared, artifact, calibration)
+    placements, movable = placing.placements_of(prepared, seed, artifact, calibration)
     if placements is not None:
         pools = []
         for pool in spec.pools:
             own = [placements[w] for w in spec.workers_of(pool.name)]
-            pools.append(pool._replace(engine=hold_instances(config, model, pool.engine, own)))
+            engine = hold_instances(
+                config.policies.replica_choice, config.engine, spec.windows, model, pool.engine, own
+            )
+            pools.append(pool._replace(engine=engine))
         spec = replace(spec, pools=tuple(pools))
-    relocations = placing.relocations_of(config, prepared, movable)
-    elastic = placing.elastic_groups(config, prepared, artifact, calibration)
+    relocations = placing.relocations_of(config.experts, prepared, movable)
+    share = partial(sharing, config.cluster, config.steps, config.policies.replica_choice, model)
+    elastic = placing.elastic_groups(prepared, seed, config.scaling, share, artifact, calibration)
     most = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
     return Inputs(
@@ -439,10 +326,10 @@ def make_inputs(
             most=max([1, *most]) if relocations is None else relocations.most_instances,
         ),
         prompts=prompt_rows(trace, workload) if trace is not None and trace.has_prompts else None,
-        queue_keys=_queue_keys(order, workload),
+        queue_keys=queue_keys(order, workload),
         relocations=relocations,
-        faults=planned(config, spec, workload),
-        replica_policy=_replica_policy(config, prepared, placements, relocations),
+        faults=_faults(config, spec, workload),
+        replica_policy=made.replica(placements, relocations),
         elastic=elastic,
         on_blocks=on_blocks,
     )
@@ -455,233 +342,27 @@ def build_cluster(
     return Cluster(make_inputs(config, prepared, workload, window))
 
 
-def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:
-    rng, n_workers = stream(config.requests.seed, "queue order"), len(prepared.spec.routers[-1])
-    context = PolicyContext(n_workers, rng, step_times=prepared.step_time.unpadded)
-    return queue_order(config.policies.queue_order, context)
+def policies_of(config: RunConfig, prepared: PreparedRun) -> RunPolicies:
+    """Return what builds the policies of a run."""
+    return RunPolicies(config.policies, config.requests, config.routing, prepared)
 
 
-def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:
-    """Build the policy of the router that requests come to, where others go on with them."""
-    spec = prepared.spec
-    context = PolicyContext(
-        n_workers=len(spec.routers[0]),
-        rng=stream(config.requests.seed, "prefill policy"),
-        prefix_block_tokens=workload.prefix_block_tokens or config.engine.block_size,
-        prefill_work=lambda: work_of(prepared.model, spec.prefill),
-        step_times=spec.prefill.step_time.unpadded,
-        token_budget=spec.prefill.max_num_batched_tokens,
-    )
-    return prefill_policy(config.policies.prefill_policy, context)
-
-
-def _replica_policy(
-    config: RunConfig,
-    prepared: PreparedRun,
-    placements: list[Placement] | None,
-    relocations: Relocations | None,
-) -> ReplicaPolicy | None:
-    """Return what asks a choice of replicas of another package; None where it is compiled."""
-    groups = [e.group for e in (prepared.spec.decode, prepared.spec.prefill) if e.group is not None]
-    if placements is None or not groups or groups[0].replica_choice != ASKED:
-        return None
-    rng = stream(config.requests.seed, "replica choice")
-    context = PolicyContext(1, rng, rank_moe=groups[0].moe)
-    choice = replica_choice(config.policies.replica_choice, context)
-    return ReplicaPolicy(choice, placements, relocations)
-
-
-def _decode_policy(
-    config: RunConfig,
-    prepared: PreparedRun,
-    workload: Workload,
-    replay: Replay,
-    calibration: Callable[[], CalibrationSet],
-    router: int,
-) -> RouterPolicy:
-    """Build a router's decode policy, and fit it if it needs a fit."""
-    pools = [pool for pool in prepared.spec.pools if pool.router == router]
-    engine, n_engines = pools[0].engine, len(prepared.spec.routers[router])
-    step_time, shared = engine.step_time, engine.group
-    alike = all(pool.engine.step_time is step_time for pool in pools)
-    group_size = engine.parallelism.data_parallel_size
-    if any(pool.engine.parallelism.data_parallel_size != group_size for pool in pools):
-        problem = f"{', '.join(pool.name for pool in pools)} have groups of different sizes"
-        raise InputError("data_parallel_size", problem, "one size behind a router")
-    spread = engine.parallelism.n_expert_ranks > 1
-    load, mix = config.requests, _mix(config)
-
-    def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        return _fit(
-            _routed(prepared, fits=True), load.workload, mix, n_clusters, load.seed, options
-        )
-
-    def future(request: int) -> Floats:
-        window, offset, steps = (
-            int(column[request])
-            for column in (workload.decode_request, workload.replay_offset, workload.output_len)
-        )
-        return replay.activation(window, offset, steps, step_time.n_experts)
-
-    def placements() -> list[Placement]:
-        _routed(prepared)
-        placed = [
-            placing.place_pool(config, prepared, pool.name, None, calibration) for pool in pools
-        ]
-        return [one.placement for pool in placed for one in pool]
-
-    return decode_policy(
-        config.policies.policy,
-        PolicyContext(
-            n_workers=n_engines,
-            rng=stream(config.requests.seed, "decode policy"),
-            calibration=calibration,
-            artifact=artifact,
-            step_times=step_time.unpadded if alike else None,
-            future=None if prepared.model.is_dense else future,
-            group_size=group_size,
-            rank_moe=None if shared is None else shared.moe,
-            placements=placements if spread and not engine.elastic else None,
-            computes_prompts=router == 0,
-            tokens_per_step=1 + (0 if engine.speculation is None else engine.speculation.k),
-            token_budget=engine.max_num_batched_tokens,
-            kv_token_s=_kv_token_s(prepared, pools[0]),
-        ),
-    )
-
-
-def _kv_token_s(prepared: PreparedRun, pool: PoolSpec) -> float:
-    """Return the seconds that a token's KV cache takes to a worker of a pool, alone on its link."""
-    transfer = pool.transfer or prepared.spec.transfer
-    n_bytes = pool.engine.parallelism.shard(prepared.model).kv_bytes_per_token
-    return n_bytes / min(transfer.bandwidth, transfer.ingress)
-
-
-def _mix(config: RunConfig) -> tuple[tuple[str, float], ...] | None:
-    mix = config.routing.domain_mix
-    return None if mix is None else tuple(mix.items())
-
-
-def _calibration_of(config: RunConfig, prepared: PreparedRun) -> CalibrationSet:
-    return _calibration(_routed(prepared), config.requests.workload, _mix(config), "count")
-
-
-def _routed(prepared: PreparedRun, fits: bool = False) -> RoutingTrace:
-    """Return the trace, which runs of policies that declare that they need routing have."""
-    if prepared.trace is None and not prepared.model.is_dense:
-        raise RoutingNeeded(fits)
-    if prepared.trace is None:
-        raise InputError("policy", f"it needs experts, and {prepared.model.name} is dense")
-    return prepared.trace
-
-
-def _with_signatures(spec: ClusterSpec, policy: str) -> ClusterSpec:
-    """Return the cluster with what signatures cost its decode policy."""
-    costs = parameters("decode", policy)
-    if not isinstance(costs, SignatureParameters):  # another package's, without own figures
-        costs = SignatureParameters()
-    return replace(
-        spec, capture_s=costs.capture_overhead_ms / 1e3, routing_s=costs.routing_overhead_ms / 1e3
-    )
-
-
-def _queue_keys(order: QueueOrder, workload: Workload) -> Floats:
-    priority = workload.priority
-    waiting = Waiting(
-        workload.prompt_len.astype(np.int64),
-        None if priority is None else priority.astype(np.int64),
-        workload.output_len.astype(np.int64),
-    )
-    keys = np.asarray(order.keys(waiting), np.float64)
-    if keys.shape != workload.prompt_len.shape or np.isnan(keys).any():
-        raise ValueError(f"queue order {order.name!r} gives no key to each request")
-    return keys
-
-
-@lru_cache(maxsize=8)
-def _calibration(
-    trace: RoutingTrace,
-    workload: str,
-    domain_mix: tuple[tuple[str, float], ...] | None,
-    score: PromptScore,
-    at_least: int = 1,
-) -> CalibrationSet:
-    """Pick calibration requests; those picked before are not read again by this process."""
-    mix = None if domain_mix is None else dict(domain_mix)
-    return calibration_set(trace, workload=workload, domain_mix=mix, score=score, at_least=at_least)
-
-
-@lru_cache(maxsize=16)
-def _fit(
-    trace: RoutingTrace,
-    workload: str,
-    domain_mix: tuple[tuple[str, float], ...] | None,
-    n_decoders: int,
-    seed: int,
-    options: FitOptions,
-) -> RoutingArtifact:
-    """Fit ELDR's router; a sweep's points differ in what no fit depends on, such as the rate."""
-    return cached_fit(
-        trace,
-        workload,
-        None if domain_mix is None else dict(domain_mix),
-        lambda: _calibration(trace, workload, domain_mix, score_of(options.transform), n_decoders),
-        n_decoders,
-        seed,
-        options,
-    )
-
-
-def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
-    if policy is not None and policy.needs.signature is not None:
-        _refuse_signatures(config)
-
-
-def _refuse_signatures(config: RunConfig) -> NoReturn:
-    raise InputError(
-        "policy",
-        f"{config.policies.policy!r} reads expert signatures, which no prefill has made when a "
-        "request arrives at co-located workers",
-        "a policy that needs none, such as jsq, or a topology such as 8P16D",
-    )
+def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
+    moves = config.experts.eplb_interval is not None
+    return planned(config.faults, config.requests.seed, spec, workload, moves=moves)
 
 
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
     """Return a pool's first placement, before any move; raises InputError for ELDR's."""
-    calibration = partial(_calibration_of, config, prepared)
-    return placing.place_pool(config, prepared, name, None, calibration)[0].placement
+    calibration = policies_of(config, prepared).calibration
+    seed = config.requests.seed
+    return placing.place_pool(prepared, seed, name, None, calibration)[0].placement
 
 
-def mean_work(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
+def mean_work_of(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
     """Return the mean work of a pool's groups, linear ones where ELDR's fit is asked for."""
-    spec, trace = prepared.spec.pools[pool], prepared.trace
-    assert trace is not None, "dense models share no experts"
-    try:
-        placement = placement_of(config, prepared, spec.name)
-    except InputError:
-        linear = {role: {"expert_placement": "linear"} for role in ("prefill", "decode")}
-        placement = placement_of(config.replace(**linear), prepared, spec.name)
-    return MeanWork(spec.engine, placement, trace, pool == 0)
-
-
-def _works(
-    config: RunConfig, prepared: PreparedRun, cluster: Cluster, pool: PoolSpec
-) -> dict[int, Callable[[], MeanWork]]:
-    """Return who tells a pool's mean work, by the engines that are there; {} without groups."""
-    engine, own, trace = pool.engine, cluster.elastic.get(pool.name), prepared.trace
-    if engine.group is None:
-        return {}
-    width = engine.parallelism.data_parallel_size
-    if own is None:
-        number = prepared.spec.names.index(pool.name)
-        return {width: cache(partial(mean_work, config, prepared, number))}
-    assert trace is not None, "dense models share no experts"
-    found: dict[int, Callable[[], MeanWork]] = {}
-    for width, shape in own.shapes.items():
-        layout = replace(engine.parallelism, data_parallel_size=width)
-        narrow = replace(engine, parallelism=layout, group=shape.cost)
-        found[width] = cache(partial(MeanWork, narrow, shape.placement, trace, own.pool == 0))
-    return found
+    calibration = policies_of(config, prepared).calibration
+    return mean_work(prepared, config.requests.seed, calibration, pool)
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None, backend: Backend) -> dict[str, Any]:

@@ -36,13 +36,13 @@ from eldr_sim.simulator.reference.control import ReferenceControl
 from eldr_sim.simulator.run import (
     Backend,
     Result,
-    autoscale,
     fault_plan,
     make_inputs,
     offered_load,
     prepare_run,
     reference_of,
     result_of,
+    scale,
 )
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.lengths import told_lengths
@@ -105,7 +105,7 @@ class Simulation:
         self.env: Clock = self._cluster.env
         for text in absent:
             self.cluster.absent(parse_worker(text, "absent", inputs.spec.names))
-        autoscale(config, self._prepared, workload, self.cluster)
+        scale(config, self._prepared, workload, self.cluster)
         self._open_load = arrivals
         if arrivals:
             self.env.process(self._arrivals(workload.arrival_s.copy()))

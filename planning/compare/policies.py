@@ -115,7 +115,9 @@ def compare(
         )
         allowed = "xPyD or xC; prefill policies: what-if --set prefill_policy=..."
         raise InputError("topology", problem, allowed)
-    names = [registry.canonical("decode", policy) for policy in servable(config, policies)]
+    names = [
+        registry.canonical("decode", policy) for policy in servable(config.engine.model, policies)
+    ]
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")
     if "round_robin" not in names:

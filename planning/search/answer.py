@@ -49,6 +49,11 @@ _ASSUMED = (
 Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 
 
+def _kv_bytes(config: RunConfig) -> float:
+    """Return the bytes of all KV stores of a cluster."""
+    return total_bytes(config.kv, config.pools, config.cluster.gpus_per_node)
+
+
 @dataclass(frozen=True)
 class Question:
     """What a plan asks."""
@@ -344,7 +349,7 @@ def rank(trial: Trial | None) -> tuple[float, float, float, float]:
     if trial is None:
         return (math.inf, math.inf, math.inf, 0.0)
     config = trial.config
-    return cost(config), config.n_gpus, total_bytes(config), -trial.attainment.mean
+    return cost(config), config.n_gpus, _kv_bytes(config), -trial.attainment.mean
 
 
 def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
@@ -400,7 +405,7 @@ def cluster(trial: Trial, axes: Axes) -> dict[str, Any]:
     bounds = trial.config.output.goodput.model_dump(exclude_none=True)
     return {
         **_cluster_of(trial.config, axes),
-        **({"kv_tiers_gb": gb} if (gb := total_bytes(trial.config) / 1e9) else {}),
+        **({"kv_tiers_gb": gb} if (gb := _kv_bytes(trial.config) / 1e9) else {}),
         "verdict": trial.verdict.value,
         "weakest_provenance": trial.summaries[0]["weakest_provenance"],
         "hopeless": trial.hopeless,

@@ -136,7 +136,7 @@ def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
             raise InputError("policy.artifact", problem, "none")
     if not config.cluster.generates:
         raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
-    return [canonical("decode", word) for word in servable(config, words)]
+    return [canonical("decode", word) for word in servable(config.engine.model, words)]
 
 
 def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:

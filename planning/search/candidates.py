@@ -9,7 +9,6 @@ from typing import Literal
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.bounds import Bounds, bounds
@@ -19,9 +18,8 @@ from eldr_sim.planning.search.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.scaling.metrics import per_pool
-from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.run import load_of
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
-from eldr_sim.simulator.setup.run_routing import trace_of
 
 MOST_GPUS = 9999  #: most GPUs of a cluster that is planned: a pool has no more workers
 MOST_PRICE = 1e12  #: highest price of a GPU-hour: sums of prices stay numbers
@@ -253,7 +251,7 @@ def make_candidate(
     the configuration's if empty; ``ffn_ranks``: as of `shapes`."""
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
-    load = offered_load(config, trace_of(config, load_model(config.engine.model)))
+    load = load_of(config)
     sizes = sizes or [2**n for n in range(NODE_GPUS.bit_length())]
     for shape in shapes(config, sizes, engines, ffn_ranks):
         label, least = shape_label(shape), shape.n_gpus

@@ -16,7 +16,6 @@ import numpy as np
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
 from eldr_sim.planning.search import candidates
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
@@ -30,10 +29,9 @@ from eldr_sim.planning.slo import Objective, Verdict, paired_percent, t_interval
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import Parameters, parse, spell
 from eldr_sim.policies.scaling.base import Autoscaler
-from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.run import load_of
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.run_routing import trace_of
 
 #: Rules that are tried where none is named: they know no future.
 RULES = ("seconds", "hpa", "keda", "llmd_saturation", "dynamo_load", "dynamo_throughput")
@@ -151,7 +149,7 @@ def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Float
 
 def _bounded(config: RunConfig, objective: Objective, max_gpus: int) -> _Fleets | str:
     """Return the fleets within a topology; as text, why there is none."""
-    load = offered_load(config, trace_of(config, load_model(config.engine.model)))
+    load = load_of(config)
     least = bounds(config, objective, load)
     if least.impossible:
         return least.impossible
@@ -169,7 +167,7 @@ def _likely(
 ) -> _Fleets | str:
     """Return the fleets of the shape that likely serves the busiest minute at the least cost."""
     candidate = candidates.make_candidate(config, axes, objective, max_gpus, *sizes)
-    arrival_s = offered_load(config, trace_of(config, load_model(config.engine.model)))[0].arrival_s
+    arrival_s = load_of(config)[0].arrival_s
     able = [
         _fleets(template, (max_gpus, max_gpus), arrival_s)
         for template in candidate.templates

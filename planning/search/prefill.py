@@ -34,7 +34,7 @@ from eldr_sim.planning.search.prefill_strategy import (
 from eldr_sim.planning.search.shapes import BUSY
 from eldr_sim.planning.search.trial import found_by_seed
 from eldr_sim.planning.slo import Objective, t_interval
-from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.run import load_of, offered_load
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -124,7 +124,8 @@ def prefill_candidates(
     within("max_gpus", max_gpus, MOST_GPUS)
     config = config.model_copy(update={"topology": "1P"})
     model = load_model(config.engine.model)
-    load = offered_load(config, routing_of(config, model))
+    routing = routing_of(config.requests.workload, config.routing, model)
+    load = offered_load(config, routing)
     prompts = load[0].prompt_len
     accepted = prompts[prompts <= (config.engine.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
@@ -158,7 +159,7 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
     85% of the time."""
     possible = [each for each in templates if not each.bounds.impossible]
     config = templates[0].config
-    workload, _ = offered_load(config, routing_of(config, load_model(config.engine.model)))
+    workload, _ = load_of(config)
     mean = float(workload.prompt_len.mean())
     summaries = yield [_at_once(each.config, mean) for each in possible]
     found = [each for each in templates if each.bounds.impossible]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
 from eldr_sim.planning.search.axes import Axes, Choices
@@ -15,10 +14,9 @@ from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import LEAST_REQUESTS, attains, found_by_seed
 from eldr_sim.planning.slo import Objective, paired_percent, t_interval
-from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.run import load_of
 from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.run_routing import trace_of
 
 TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses
 NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of another seed
@@ -69,7 +67,7 @@ def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     if not config.cluster.generates:
         return some
     config = at_rate(config, some)
-    workload, _ = offered_load(config, trace_of(config, load_model(config.engine.model)))
+    workload, _ = load_of(config)
     prefill, decode = capacity(config, objective, workload)
     rate = decode * config.cluster.n_decode
     if config.cluster.n_prefill:
@@ -103,7 +101,7 @@ def check_requests(config: RunConfig, rate: float) -> None:
         field, expected, about = "duration", rate * config.requests.duration_s, "about "
     else:  # sessions, all of whose turns count, or a log, of which a part may be asked for
         field = next((name for name in NO_PART if config.value(name) is not None), "workload")
-        workload, _ = offered_load(config, trace_of(config, load_model(config.engine.model)))
+        workload, _ = load_of(config)
         if config.requests.n_sessions is not None:
             field, expected, what = "sessions", len(workload), "turns"
         else:

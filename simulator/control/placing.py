@@ -12,19 +12,17 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPo
 from eldr_sim.policies.registry import placement_policy
 from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
-from eldr_sim.simulator.setup.cluster_spec import PoolSpec
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec, PoolSpec
+from eldr_sim.simulator.setup.config.groups import ExpertsConfig, ScalingConfig
 from eldr_sim.simulator.setup.engine_of import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
-from eldr_sim.simulator.setup.shared_experts import sharing
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
 
 
 def placements_of(
-    config: RunConfig,
     prepared: PreparedRun,
+    seed: int,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> tuple[list[Placement] | None, list[relocation.MovableGroup]]:
@@ -40,9 +38,7 @@ def placements_of(
     for at, pool in enumerate(spec.pools):
         engine, artifact = pool.engine, fitted if pool.decodes else None
         size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
-        for nth, placed in enumerate(
-            place_pool(config, prepared, pool.name, artifact, calibration)
-        ):
+        for nth, placed in enumerate(place_pool(prepared, seed, pool.name, artifact, calibration)):
             if engine.group is not None and placed.policy.needs.counts:
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
                 movable.append(
@@ -54,7 +50,7 @@ def placements_of(
                         placed.group,
                         placed.policy,
                         placed.placement,
-                        relocation.expert_links(gpu, n_bytes, ranks, config.cluster.gpus_per_node),
+                        relocation.expert_links(gpu, n_bytes, ranks, spec.gpus_per_node),
                         placed.group.slots_per_rank,
                     )
                 )
@@ -62,25 +58,25 @@ def placements_of(
     return placements, movable
 
 
-def check_placements(config: RunConfig, prepared: PreparedRun, clusters: bool) -> None:
+def check_placements(prepared: PreparedRun, seed: int, clusters: bool) -> None:
     """Raise InputError where no routing is needed to see that a placement policy lacks something.
     ``clusters``: whether the decode policy has, or may have, clusters of requests."""
 
     def calibration() -> CalibrationSet:
         raise RoutingNeeded
 
-    for pool, made in zip(prepared.spec.pools, config.pools, strict=True):
+    for pool in prepared.spec.pools:
         engine = pool.engine
         if (engine.n_expert_ranks == 1 and engine.group is None) or (pool.decodes and clusters):
             continue
-        size = engine.parallelism.data_parallel_size
+        size, word = engine.parallelism.data_parallel_size, engine.own.expert_placement
         with suppress(RoutingNeeded):
-            _policy_of(config, pool, made.own.expert_placement, None, calibration, (pool.n, size))
+            _policy_of(pool, seed, word, None, calibration, (pool.n, size))
 
 
 def _policy_of(
-    config: RunConfig,
     pool: PoolSpec,
+    seed: int,
     word: str | None,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
@@ -90,7 +86,7 @@ def _policy_of(
     engine, (n, size) = pool.engine, engines
     context = PolicyContext(
         n,
-        stream(config.requests.seed, "placement"),
+        stream(seed, "placement"),
         calibration,
         artifact=fitted,
         group_size=size,
@@ -109,20 +105,20 @@ class Placed(NamedTuple):
 
 
 def place_pool(
-    config: RunConfig,
     prepared: PreparedRun,
+    seed: int,
     name: str,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
     width: int | None = None,
+    word: str | None = None,
 ) -> list[Placed]:
-    """Return where the experts of each group of a pool lie, of ``width`` engines of its only group,
-    whose ranks hold as many instances; all when None."""
-    pool, own = next(
-        (pool, made.own)
-        for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
-        if pool.name == name
-    )
+    """Return where the experts of each group of a pool lie.
+
+    ``width``: engines of its only group, whose ranks hold as many instances; None: all; ``word``:
+    the placement policy, in place of the pool's own."""
+    spec = prepared.spec
+    pool = spec.pools[spec.names.index(name)]
     engine = pool.engine
     size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
     n, n_experts = pool.n, prepared.model.n_experts
@@ -131,10 +127,11 @@ def place_pool(
         slots = (n_experts + n_redundant) // ranks
         n, size, ranks = width, width, ranks // size * width
         n_redundant = slots * ranks - n_experts
-    policy = _policy_of(config, pool, own.expert_placement, fitted, calibration, (n, size))
+    word = word or engine.own.expert_placement
+    policy = _policy_of(pool, seed, word, fitted, calibration, (n, size))
     assert prepared.trace is not None, "dense models place no experts"
     layers = prepared.trace.manifest.n_layers
-    n_nodes = max(1, ranks // config.cluster.gpus_per_node)
+    n_nodes = max(1, ranks // spec.gpus_per_node)
     groups = (
         ExpertGroup(members, layers, n_experts, ranks, n_redundant, n_nodes)
         for members in (range(first, first + size) for first in range(0, n, size))
@@ -148,57 +145,60 @@ def place_pool(
 
 
 def elastic_groups(
-    config: RunConfig,
     prepared: PreparedRun,
+    seed: int,
+    scaling: ScalingConfig,
+    share: Callable[[EngineSpec], EngineSpec],
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> list[ElasticGroup]:
-    """Return the groups whose engines come and go, with where experts lie at every width. Raises
-    InputError where ranks are not filled evenly: KV caches would change."""
-    found, model = [], prepared.model
-    for number, (pool, made) in enumerate(zip(prepared.spec.pools, config.pools, strict=True)):
+    """Return the groups whose engines come and go, with where experts lie at every width.
+
+    ``share``: returns engines with what they share, `sharing`. Raises InputError where ranks are
+    not filled evenly: KV caches would change."""
+    found, model, spec = [], prepared.model, prepared.spec
+    for number, pool in enumerate(spec.pools):
         engine, shapes = pool.engine, {}
         if not engine.elastic:
             continue
-        for width in range(least_engines(config, made), pool.n + 1):
+        for width in range(least_engines(scaling, spec.names, pool.name), pool.n + 1):
             of = fitted if pool.decodes else None
-            placed = place_pool(config, prepared, pool.name, of, calibration, width)[0]
+            placed = place_pool(prepared, seed, pool.name, of, calibration, width)[0]
             if (placed.placement.slots() != placed.group.slots_per_rank).any():
-                problem = f"{made.own.expert_placement!r} fills ranks unevenly"
+                problem = f"{engine.own.expert_placement!r} fills ranks unevenly"
                 raise InputError("expert_placement", problem, "linear or eplb, with elastic EP")
-            priced = _whole_nodes(width, engine.parallelism.tensor_parallel_size, config)
+            priced = _whole_nodes(
+                width, engine.parallelism.tensor_parallel_size, spec.gpus_per_node
+            )
             layout = replace(engine.parallelism, data_parallel_size=priced)
             slots = placed.group.slots_per_rank
             n_redundant = slots * layout.n_expert_ranks - model.n_experts
             own = replace(engine, parallelism=layout, n_redundant=n_redundant)
-            shared = sharing(config, made.own, model, own).group
+            shared = share(own).group
             assert shared is not None
             shapes[width] = Shape(placed.placement, shared)
         gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
-        links = relocation.expert_links(
-            gpu, n_bytes, engine.n_expert_ranks, config.cluster.gpus_per_node
-        )
+        links = relocation.expert_links(gpu, n_bytes, engine.n_expert_ranks, spec.gpus_per_node)
         first = prepared.spec.workers_of(pool.name).start
         experts = model.n_experts, model.n_moe_layers
-        pauses = engine.graphs_s, config.scaling.width_pause
+        pauses = engine.graphs_s, scaling.width_pause
         found.append(ElasticGroup(number, first, shapes, experts, links, *pauses))
     return found
 
 
-def _whole_nodes(width: int, engine_gpus: int, config: RunConfig) -> int:
+def _whole_nodes(width: int, engine_gpus: int, node: int) -> int:
     """Return the engines of a group that fills its nodes, which all-to-alls are known of."""
-    node = config.cluster.gpus_per_node
     ranks = width * engine_gpus
     return width if ranks <= node else -(-ranks // node) * node // engine_gpus
 
 
 def relocations_of(
-    config: RunConfig, prepared: PreparedRun, movable: list[relocation.MovableGroup]
+    experts: ExpertsConfig, prepared: PreparedRun, movable: list[relocation.MovableGroup]
 ) -> relocation.Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
-    if config.experts.eplb_interval is None:
+    if experts.eplb_interval is None:
         for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
-            if config.value(name) != RUN_FIELDS[name].default:
+            if getattr(experts, name) != ExpertsConfig.model_fields[name].default:
                 raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
         return None
     if not movable:
@@ -208,10 +208,10 @@ def relocations_of(
             "--data-parallel-size 2 or more with --expert-placement eplb",
         )
     rule = relocation.RelocationRule(
-        config.experts.eplb_interval,
-        config.experts.eplb_window,
-        config.experts.eplb_async,
-        config.experts.eplb_overhead_ms / 1e3,
+        experts.eplb_interval,
+        experts.eplb_window,
+        experts.eplb_async,
+        experts.eplb_overhead_ms / 1e3,
     )
     spec, model = prepared.spec, prepared.model
     return relocation.Relocations(

@@ -9,7 +9,7 @@ from eldr_sim.arrays import Bools, Floats
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.plane.state import CANCELLED, WORKER_LOST
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: Requests that end in so many s are as good as before the fault if their share of good ones is so
@@ -20,12 +20,12 @@ _EXPECTED = 5
 
 
 def fault_figures(
-    record: RunRecord, config: RunConfig, faults: tuple[Fault, ...]
+    record: RunRecord, level: ServiceLevel, faults: tuple[Fault, ...]
 ) -> dict[str, Any]:
     """Return ``faults`` of a summary: each event, and the measured requests that end in the window
     before it, while it lasts, and after it: completed, lost or given up; and retries."""
     requests, measured = record.requests, record.requests["measured"]
-    good = good_requests(request_times(record), config.output.goodput)
+    good = good_requests(request_times(record), level)
     ended = np.where(requests["finish_s"] >= 0.0, requests["finish_s"], np.inf)
     start, end = record.window[0], min(record.window[1], record.end_s)
     retries = record.retries
@@ -34,9 +34,7 @@ def fault_figures(
         "retries": 0 if retries is None else int(retries[measured].sum()),
         "worker_lost": int((requests["outcome"][measured] == WORKER_LOST).sum()),
         "cancelled": int((requests["outcome"][measured] == CANCELLED).sum()),
-        "events": [
-            _event(fault, ended, good, config.output.goodput.given, start, end) for fault in faults
-        ],
+        "events": [_event(fault, ended, good, level.given, start, end) for fault in faults],
     }
 
 

@@ -17,10 +17,17 @@ from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
 from eldr_sim.simulator.outcome.sums import exact_sums, in_parts, weighted_percentile
-from eldr_sim.simulator.outcome.window_steps import WindowSteps, share, window_steps
+from eldr_sim.simulator.outcome.window_steps import (
+    WindowSteps,
+    computes_prompts,
+    share,
+    window_steps,
+)
 from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
-from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
+from eldr_sim.simulator.setup.config.pools import WorkerPool, gpus_of, price_of
+from eldr_sim.simulator.setup.config.requests import WorkloadConfig
 from eldr_sim.traces.requests.logs.log_window import part_warnings
 
 N_BLOCKS = 10  # of a measured log
@@ -101,8 +108,19 @@ def slo_blocks(record: RunRecord, level: ServiceLevel) -> list[tuple[int, int]]:
     return list(zip(*(each.tolist() for each in counts), strict=True))
 
 
-def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
-    """Return the figures of ``summary.json`` that the run itself yields."""
+def summarise(
+    record: RunRecord,
+    load: WorkloadConfig,
+    pools: Sequence[WorkerPool],
+    level: ServiceLevel,
+    n_moe_layers: int,
+    *,
+    conditional: str | None = None,
+    prefix_caching: bool = True,
+) -> dict[str, Any]:
+    """Return the figures of ``summary.json`` that the run itself yields.
+
+    ``conditional``: of `computes_prompts`; ``prefix_caching``: whether prefix caches are used."""
     requests = record.requests
     measured, done = requests["measured"], record.completed
     reasons = Counter(requests["outcome"][measured & ~done].tolist())
@@ -111,7 +129,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     start = record.window[0]
     end = min(record.window[1], record.end_s)
     seconds = max(end - start, 1e-9)
-    steps = window_steps(record, config, start, end)
+    steps = window_steps(record, computes_prompts(pools, conditional), start, end)
     computed = requests["prefill_end_s"]
     computed_inside = (start <= computed) & (computed <= end)
     # Where it comes with the KV cache, a request has its first token when it joins the batch.
@@ -126,23 +144,22 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
     prompt_tokens += steps.n["prompt_tokens"]
     prefilled = requests["prompt_len"][computed_inside]
-    level = config.output.goodput
     good = good_requests(times, level) & measured
 
-    hours, price = seconds / 3600.0, config.price_per_hour
-    gpu_hours = config.n_gpus * hours
+    hours, price = seconds / 3600.0, price_of(pools)
+    gpu_hours = gpus_of(pools) * hours
     dollars = None if price is None else price * hours
     if record.states is not None:
-        *_, gpu_hours, dollars = spent_hours(record, config, start, end)
+        *_, gpu_hours, dollars = spent_hours(record, pools, start, end)
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
         "completed": int(done.sum()),
         "failed": int(sum(reasons.values())),
         "failed_reasons": dict(sorted((OUTCOMES[code], n) for code, n in reasons.items())),
-        "request_rate": config.requests.effective_rate,
-        "burstiness": config.requests.burstiness,
-        "max_concurrency": config.requests.max_concurrency,
+        "request_rate": load.effective_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
         "duration": seconds,
         "total_input_tokens": int(requests["prompt_len"][done].sum()),
         "total_output_tokens": int(requests["output_len"][done].sum()),
@@ -172,18 +189,18 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **_per_token(times["e2el"][done], requests["output_len"][done]),
         **(
             {"streamed_by_prefill": streamed_by_prefill(record)}
-            if config.cluster.hands_over
+            if any(pool.takes_over for pool in pools)
             else {}
         ),
         **_activated_experts(steps, n_moe_layers),
         "mean_decode_batch": share(steps.n["sequences"], steps.n["decoding"]),
         "decode_steps": steps.n["decoding"],
         **_drafts(record, steps),
-        **_prefix_cache(record, "", config),
-        **_prefix_cache(record, "decode_", config),
+        **_prefix_cache(record, "", prefix_caching),
+        **_prefix_cache(record, "decode_", prefix_caching),
         "preemptions": int(requests["preemptions"].sum()),
         **_relocations(record, start, end),
-        "gpus": config.n_gpus,
+        "gpus": gpus_of(pools),
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
             None if dollars is None or not tokens else dollars / tokens * 1e6
@@ -254,10 +271,10 @@ def draft_counters(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _prefix_cache(record: RunRecord, pool: str, config: RunConfig) -> dict[str, float | None]:
+def _prefix_cache(record: RunRecord, pool: str, used: bool) -> dict[str, float | None]:
     """Return the prompt tokens looked up in the prefix caches of a pool, and those found."""
     queries = hits = 0
-    if config.engine.enable_prefix_caching:
+    if used:
         requests, field = record.requests, f"{pool}cached_tokens"
         looked_up = requests[requests["measured"] & (requests[field] >= 0)]
         queries, hits = int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())

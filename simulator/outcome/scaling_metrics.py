@@ -1,6 +1,7 @@
 """What a fleet of changing size takes and gives: GPU-hours by state, and who was served when."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,30 +11,36 @@ from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, ST
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.outcome.worker_hours import PAID, spent_hours
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
+from eldr_sim.simulator.setup.config.pools import WorkerPool
 
 _MINUTE_S, _WELL = 60.0, 0.95
 
 
-def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> dict[str, Any]:
+def scaling_figures(
+    record: RunRecord,
+    autoscale: str,
+    level: ServiceLevel,
+    pools: Sequence[WorkerPool],
+    spec: ClusterSpec,
+) -> dict[str, Any]:
     """Return ``scaling`` of a summary; nothing where nobody started or stopped a worker."""
     if record.states is None:
         return {}
     begin = record.window[0]
     end = record.window[1] if math.isfinite(record.window[1]) else 0.0
     end = max(end, record.end_s)
-    pools = config.pools
-    spent = spent_hours(record, config, begin, end)
+    spent = spent_hours(record, pools, begin, end)
     measured = record.requests["measured"]
-    good = good_requests(request_times(record), config.output.goodput) & measured
+    good = good_requests(request_times(record), level) & measured
     minutes = _by_minute(record, good)
     known = [minute["attainment"] for minute in minutes]
     seconds = max(end - begin, 1e-9)
-    judged = config.output.goodput.given
+    judged = level.given
     n_good = int(good.sum()) if judged else 0
     return {
         "scaling": {
-            "autoscale": config.scaling.autoscale,
+            "autoscale": autoscale,
             "gpu_hours": spent.gpu_hours,
             "gpu_hours_by_state": {
                 name: float((spent.workers[:, at] * spent.gpus).sum()) for name, at in PAID.items()

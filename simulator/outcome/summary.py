@@ -230,6 +230,15 @@ def _group(engine: EngineSpec, steps: Records) -> dict[str, Any]:
     }
 
 
+def run_figures(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
+    """Return the figures that a run of a configuration yields, `metrics.summarise`."""
+    return summarise(
+        record, config.requests, config.pools, config.output.goodput, n_moe_layers,
+        conditional=config.cluster.conditional_disagg,
+        prefix_caching=config.engine.enable_prefix_caching,
+    )  # fmt: skip
+
+
 def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> float | None:
     """Return the share of the prefill GPUs' peak that the window's prompts took."""
     if not config.cluster.n_prefill:
@@ -443,11 +452,13 @@ def summary_of(
         "queue_order": config.policies.queue_order,
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.requests.seed,
-        **summarise(record, config, model.n_moe_layers),
+        **run_figures(record, config, model.n_moe_layers),
         **reuse_figures(workload, record, spec.block_size, config.engine.enable_prefix_caching),
         **session_figures(workload, record, spec),
         **tier_figures(record, spec, _block_bytes(prepared)),
-        **scaling_figures(record, config, spec),
+        **scaling_figures(
+            record, config.scaling.autoscale, config.output.goodput, config.pools, spec
+        ),
     }
     drafts = {pool.name: pool.engine.speculation for pool in spec.pools if pool.decodes}
     if told := [drafting.describe() for drafting in drafts.values() if drafting is not None]:
@@ -474,7 +485,7 @@ def summary_of(
     if config.experts.eplb_interval is not None:
         summary["relocation_events"] = _events(spec, record)
     if record.retries is not None and (record.states is None or record.faults):
-        summary["faults"] = fault_figures(record, config, record.faults)
+        summary["faults"] = fault_figures(record, config.output.goodput, record.faults)
     summary["kv_transfer"] = f"none: {config.pools[0].kind} workers alone"
     if config.cluster.hands_over:
         summary["kv_transfer"] = f"{config.cluster.kv_transfer}: {spec.transfer.source}"

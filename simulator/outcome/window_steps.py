@@ -1,7 +1,7 @@
 """What the decode steps of a measured window add up to: their log is read once, part by part."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.outcome.sums import exact_sums, in_parts
 from eldr_sim.simulator.setup.config.conditional import parse_conditional
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.pools import WorkerPool
 
 
 class WindowSteps(NamedTuple):
@@ -35,14 +35,14 @@ def steps_within(record: RunRecord, start: float, end: float) -> Iterator[Record
         yield within(part, (part["start"] >= start) & (part["start"] < end))
 
 
-def window_steps(record: RunRecord, config: RunConfig, start: float, end: float) -> WindowSteps:
-    """Add up the decode steps that begin from ``start`` to ``end``, s."""
+def window_steps(record: RunRecord, computes: Bools, start: float, end: float) -> WindowSteps:
+    """Add up the decode steps that begin from ``start`` to ``end``, s; ``computes``: see
+    `computes_prompts`."""
     resumed = record.gaps["resumed_s"]
     preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
     most, at = len(record.decode_steps) + len(preempted) + 1, 0
     gaps, carried = np.empty(most), np.empty(most, np.int32)
     n, by_active = Counter[str](), np.zeros(0, np.int64)
-    computes = _computes_prompts(config)
     seconds: list[tuple[Floats, ...]] = []
 
     for steps in steps_within(record, start, end):
@@ -70,14 +70,16 @@ def window_steps(record: RunRecord, config: RunConfig, start: float, end: float)
     return WindowSteps(n, by_active, gaps[: at + 1], carried[: at + 1], lasted_s, draft_s)
 
 
-def _computes_prompts(config: RunConfig) -> Bools:
-    """Return which workers that decode compute requests' prompts, too."""
-    fetching = {name for pool in config.pools for name in pool.takes_over}
-    if parse_conditional(config.cluster.conditional_disagg).entry:
+def computes_prompts(pools: Sequence[WorkerPool], conditional: str | None) -> Bools:
+    """Return which workers that decode compute requests' prompts, too, ``[workers]``.
+
+    ``conditional``: the rule by which decode workers compute prompts that others would."""
+    fetching = {name for pool in pools for name in pool.takes_over}
+    if parse_conditional(conditional).entry:
         fetching.clear()
-    pools = [pool for pool in config.pools if pool.decodes]
-    n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]
-    computes = np.array([pool.name not in fetching for pool in pools], np.bool_)
+    decoding = [pool for pool in pools if pool.decodes]
+    n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in decoding]
+    computes = np.array([pool.name not in fetching for pool in decoding], np.bool_)
     return np.repeat(computes, n_engines)
 
 

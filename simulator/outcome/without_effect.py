@@ -261,7 +261,7 @@ def _of_scaling(config: RunConfig) -> _Found:
 
 def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
     """Name faults that come when the run has ended; until one joins a worker is missing."""
-    own = {str(in_cluster(parse_fail(text), config)): text for text in config.faults.fail}
+    own = {str(in_cluster(parse_fail(text), config.pools)): text for text in config.faults.fail}
     return [
         f"{f'fail {own[str(fault)]}' if str(fault) in own else f'events: {fault}'} has no effect: "
         f"the run ends at {record.end_s:.3g} s"

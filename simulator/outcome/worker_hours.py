@@ -1,12 +1,13 @@
 """How long workers are there, and what that takes: GPU-hours and dollars."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.pools import WorkerPool
 
 #: The states in which a worker holds its GPUs.
 PAID = {"starting": STARTING, "ready": READY, "draining": DRAINING}
@@ -21,9 +22,8 @@ class Spent(NamedTuple):
     dollars: float | None  #: None unless every pool has a price
 
 
-def spent_hours(record: RunRecord, config: RunConfig, begin: float, end: float) -> Spent:
+def spent_hours(record: RunRecord, pools: Sequence[WorkerPool], begin: float, end: float) -> Spent:
     """Return what the workers of a run take from ``begin`` to ``end``, s."""
-    pools = config.pools
     units = np.array([pool.units for pool in pools], np.int64)
     gpus = units[:, 1]
     hours = worker_seconds(record, units[:, 0].tolist(), begin, end) / 3600.0

@@ -19,7 +19,7 @@ from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional
 from eldr_sim.simulator.setup.config.engines import EngineRules
 from eldr_sim.simulator.setup.config.groups import EngineConfig, KVTierConfig
-from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.simulator.setup.config.pools import Engine, OwnPool
 from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -51,6 +51,7 @@ class EngineSpec:
     graphs_s: float = field(default=0.0, compare=False)  #: of it, until graphs are captured
     engine: Engine = "vllm"  #: whose
     memory_share: float = 0.92  #: of a GPU, see `memory.kv_blocks`
+    own: OwnPool = field(default_factory=OwnPool, compare=False)  #: as it is configured
     elastic: bool = False  #: whether the engines of its group start and stop one by one
 
     @property
@@ -99,6 +100,11 @@ class PoolSpec(NamedTuple):
     transfer: TransferModel | None = None
     #: How many bytes at the sender's rate stand for one that it fetches, see `prepare.transfers`.
     kv_weight: float = 1.0
+
+    @property
+    def n_workers(self) -> int:
+        """Workers, of ``data_parallel_size`` engines each."""
+        return self.n // self.engine.parallelism.data_parallel_size
 
     @property
     def decodes(self) -> bool:

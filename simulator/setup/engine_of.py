@@ -22,11 +22,12 @@ from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import engines
+from eldr_sim.simulator.setup.config.groups import ScalingConfig
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.start_up import start_up_parts
-from eldr_sim.simulator.setup.memory import pool_blocks
-from eldr_sim.simulator.setup.run_routing import texts_of, trace_of
+from eldr_sim.simulator.setup.memory import pool_blocks, windows_of
+from eldr_sim.simulator.setup.run_routing import routing_of, texts_of
 from eldr_sim.simulator.setup.shared_experts import check_disaggregated, check_experts, sharing
 from eldr_sim.simulator.setup.speculation import speculation_of
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
@@ -36,7 +37,8 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
     """Return the redundant experts of a whole worker, whose fewest engines (``min_workers``) hold
     all experts and ``num_redundant_experts`` more. Raises InputError where that cannot be."""
     pool, parallelism, field = workers.own, workers.own.parallelism, "enable_elastic_ep"
-    least = least_engines(config, workers)
+    names = [pool.name for pool in config.pools]
+    least = least_engines(config.scaling, names, workers.name)
     problems = {
         f"{workers.workers} {workers.name} workers": workers.workers > 1,
         "experts are cut": not parallelism.expert_parallel,
@@ -59,10 +61,9 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
     return slots * parallelism.n_expert_ranks - model.n_experts
 
 
-def least_engines(config: RunConfig, workers: WorkerPool) -> int:
-    """Return the fewest engines of an elastic worker."""
-    names = [pool.name for pool in config.pools]
-    return per_pool("min_workers", config.scaling.min_workers or (1,), names)[workers.name]
+def least_engines(scaling: ScalingConfig, names: list[str], name: str) -> int:
+    """Return the fewest engines of an elastic worker of a pool, one of ``names``."""
+    return per_pool("min_workers", scaling.min_workers or (1,), names)[name]
 
 
 def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
@@ -92,12 +93,22 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     redundant = pool.num_redundant_experts or 0
     parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
-        check_disaggregated(config, workers)
+        moves = config.experts.eplb_interval is not None
+        check_disaggregated(workers, config.pools, config.cluster, moves=moves)
     ranks = parallelism.n_expert_ranks
     check_experts(pool, workers.name)
     if workers.is_elastic:
         redundant = redundant_experts(config, workers, model)
-    layout = prompt_layout(config, workers, model, gpu, parallelism, budget)
+    layout = prompt_layout(
+        config.experts,
+        config.cluster,
+        config.steps.tables,
+        workers,
+        model,
+        gpu,
+        parallelism,
+        budget,
+    )
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
 
@@ -124,18 +135,26 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         note_use(used)
         return built
 
+    def domains() -> Sequence[str]:
+        load, routing = config.requests.workload, config.routing
+        trace = None if model.is_dense else routing_of(load, routing, model)
+        return texts_of(load, routing, trace).domains
+
     speculation = speculation_of(
-        config, drafts, model, parallelism, build,
-        lambda: texts_of(config, trace_of(config, model)).domains,
-    )  # fmt: skip
+        drafts, config.steps.acceptance, config.requests.seed, model, parallelism, build, domains
+    )
+    if speculation is not None and not config.cluster.generates:
+        problem = "requests end with their prompts: there is nothing to draft"
+        raise InputError("speculative_config", problem, "not given")
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
-    share = engines.memory_share(config, engine, pool)
+    share = engines.memory_share(config.value, engine, pool)
     held = parallelism, slots * model.n_moe_layers, engines.activation_bytes(engine, version)
     if experts is not None:
         held = SINGLE_GPU, *experts
-    n_blocks = pool_blocks(config, engine, share, model, gpu, *held, speculation)
+    windows = windows_of(config.engine, model, connectors=config.cluster.n_prefill > 0)
+    n_blocks = pool_blocks(config.engine, windows, engine, share, model, gpu, *held, speculation)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.engine.block_size, stages)
@@ -146,11 +165,11 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         speculation=speculation,
         start_up_s=sum(starts.values()), graphs_s=starts.get("graphs", 0.0),
         engine=engine, memory_share=share, n_redundant=redundant,
-        elastic=workers.is_elastic,
+        own=pool, elastic=workers.is_elastic,
     )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
         return spec
-    return sharing(config, pool, model, spec)
+    return sharing(config.cluster, config.steps, config.policies.replica_choice, model, spec)
 
 
 @lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ from eldr_sim.traces.requests.caches.arc import make_lists
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
     from eldr_sim.simulator.setup.config.groups import KVTierConfig
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from eldr_sim.simulator.setup.config.pools import WorkerPool
 
 _UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))}
 _UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib"), 1)}
@@ -134,13 +134,13 @@ def parse_sizes(text: str) -> list[list[str]]:
     return [[], *tiers] if least == 0.0 else tiers
 
 
-def total_bytes(config: RunConfig) -> float:
+def total_bytes(config: KVTierConfig, pools: Sequence[WorkerPool], gpus_per_node: int) -> float:
     """Return the bytes of all KV stores of a cluster."""
-    entry = [pool for pool in config.pools if not pool.decodes] or list(config.pools)
+    entry = [pool for pool in pools if not pool.decodes] or list(pools)
     own = sum(pool.workers * pool.own.parallelism.data_parallel_size for pool in entry)
     gpus = sum(pool.workers * pool.own.parallelism.n_gpus for pool in entry)
-    stores = {"worker": own, "node": -(-gpus // config.cluster.gpus_per_node), "cluster": 1}
-    return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config.kv))
+    stores = {"worker": own, "node": -(-gpus // gpus_per_node), "cluster": 1}
+    return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config))
 
 
 def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> Ints:

@@ -9,6 +9,7 @@ requests together are left out. Autoscalers know that of a run beforehand."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from eldr_sim.policies.scaling.base import Offered, PoolFacts, ScalingContext, r
 from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.plane.steps.group_step import SharedLayers, price_layers
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -201,7 +202,8 @@ class MeanWork:
 
 
 def scaling_facts(
-    config: RunConfig,
+    made_pools: Sequence[WorkerPool],
+    switch_time: float | Literal["graphs"],
     prepared: PreparedRun,
     workload: Workload,
     works: Sequence[Mapping[int, Callable[[], MeanWork]]],
@@ -209,9 +211,9 @@ def scaling_facts(
 ) -> ScalingContext:
     """Return what is known of the pools of a run and of its requests. ``works``: who tells the
     steps of engines that share experts, by their number; ``pauses``: `PoolFacts.pause_s`."""
-    spec, fetching = prepared.spec, {name for p in config.pools for name in p.takes_over}
+    spec, fetching = prepared.spec, {name for p in made_pools for name in p.takes_over}
     pools = []
-    for pool, made, own in zip(spec.pools, config.pools, works, strict=True):
+    for pool, made, own in zip(spec.pools, made_pools, works, strict=True):
         facts = PoolFacts(
             name=pool.name,
             computes=pool.name not in fetching,
@@ -221,9 +223,7 @@ def scaling_facts(
             max_num_seqs=pool.engine.max_num_seqs,
             kv_tokens=pool.engine.n_blocks * spec.block_size,
             start_up_s=pool.engine.start_up_s,
-            switch_s=pool.engine.graphs_s
-            if config.scaling.switch_time == "graphs"
-            else config.scaling.switch_time,
+            switch_s=pool.engine.graphs_s if switch_time == "graphs" else switch_time,
             prompt_s=pool.engine.prompt_s,
             step_s=partial(_decode_s, prepared.model, pool.engine),
             token_budget=pool.engine.max_num_batched_tokens,

@@ -10,8 +10,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.pools import Engine
-from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.speculation import Speculation
 
 
@@ -147,16 +147,19 @@ def kv_blocks(
     return blocks
 
 
-def windows_of(config: RunConfig, model: ModelDims) -> WindowBlocks:
-    """Return what the sliding windows of a request take; nothing where they keep all."""
-    whole = config.engine.disable_hybrid_kv_cache_manager
-    if whole or (whole is None and config.cluster.n_prefill):
+def windows_of(settings: EngineConfig, model: ModelDims, *, connectors: bool) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where they keep all.
+
+    ``connectors``: whether KV caches are handed over, where vLLM keeps all by default."""
+    whole = settings.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and connectors):
         return NO_WINDOWS
-    return window_blocks(model, config.engine.block_size)
+    return window_blocks(model, settings.block_size)
 
 
 def pool_blocks(
-    config: RunConfig,
+    settings: EngineConfig,
+    windows: WindowBlocks,
     engine: Engine,
     share: float,
     model: ModelDims,
@@ -171,13 +174,12 @@ def pool_blocks(
     if parallelism.ffn_ranks:
         check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
         instances = 0
-    if config.engine.num_gpu_blocks_override is not None:
-        return config.engine.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    if settings.num_gpu_blocks_override is not None:
+        return settings.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
     more = Beside(activation_bytes)
     if speculation is not None:
         draft = speculation.draft
         more = Beside(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
-    windows = windows_of(config, model)
     return kv_blocks(
-        model, gpu, share, config.engine.block_size, parallelism, instances, engine, windows, more
+        model, gpu, share, settings.block_size, parallelism, instances, engine, windows, more
     )

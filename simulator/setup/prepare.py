@@ -26,7 +26,7 @@ from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
 from eldr_sim.simulator.setup.engine_of import engine_of
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
 from eldr_sim.simulator.setup.memory import state_block_size, state_blocks, windows_of
-from eldr_sim.simulator.setup.run_routing import trace_of
+from eldr_sim.simulator.setup.run_routing import check_need, routing_of
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.routing.format import RoutingTrace
 
@@ -63,7 +63,7 @@ def prepare(
     """Load model, GPU, tables and trace, kept for later runs, and check that they fit.
 
     ``check``: called with all but the trace, before routing is drawn, which takes long."""
-    check_window(config)
+    check_window(config.requests)
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
@@ -117,7 +117,9 @@ def prepare(
         if isinstance(output_len, int) and not config.requests.random_range_ratio
         else None,
         scheduler=config.engine.model_copy(update=settled),
-        windows=windows_of(config, model)._replace(state=_state_blocks(config, model, pools)),
+        windows=windows_of(config.engine, model, connectors=config.cluster.n_prefill > 0)._replace(
+            state=_state_blocks(config, model, pools)
+        ),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
         front_end=_front_end(config),
         tiers=tiers_of(config.kv),
@@ -133,6 +135,33 @@ def prepare(
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     return PreparedRun(model, trace, spec, frozenset(used))
+
+
+def trace_of(config: RunConfig, model: ModelDims) -> RoutingTrace | None:
+    """Return the trace that a run replays; None for a dense model; raises InputError."""
+    if not model.is_dense:
+        return routing_of(config.requests.workload, config.routing, model)
+    _check_dense(config, model)
+    return None
+
+
+def _check_dense(config: RunConfig, model: ModelDims) -> None:
+    """Raise InputError where a configuration asks for something of a dense model's experts."""
+    for name in (
+        "trace", "routing_band", "routing", "moe_backend", "expert_gather", "offload_window",
+    ):  # fmt: skip
+        if config.value(name) != RUN_FIELDS[name].default:
+            raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
+    for pool in (pool.own for pool in config.pools):
+        if pool.num_redundant_experts:
+            problem = f"{model.name} is dense: it has no experts"
+            raise InputError("num_redundant_experts", problem, "not given")
+        check_need("expert_placement", pool.expert_placement or "linear", model)
+    check_need("queue_order", config.policies.queue_order, model)
+    if config.cluster.generates:
+        check_need("policy", config.policies.policy, model)
+    if config.cluster.n_prefill:
+        check_need("prefill_policy", config.policies.prefill_policy, model)
 
 
 def _pools(

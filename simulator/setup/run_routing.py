@@ -8,8 +8,7 @@ from pathlib import Path
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.policies import registry
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.requests import RoutingConfig
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.traces.requests.texts import Texts, draw_texts, wanted_domains
 from eldr_sim.traces.routing.forced import forced
@@ -18,53 +17,26 @@ from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.traces.routing.synthetic.presets import Band
 
 
-def texts_of(config: RunConfig, trace: RoutingTrace | None) -> Texts:
+def texts_of(workload: str, routing: RoutingConfig, trace: RoutingTrace | None) -> Texts:
     """Return the texts that a run's requests are dealt, the trace's or drawn ones."""
-    return draw_texts(_domains(config)) if trace is None else trace.texts
+    return draw_texts(_domains(workload, routing)) if trace is None else trace.texts
 
 
-def trace_of(config: RunConfig, model: ModelDims) -> RoutingTrace | None:
-    """Return `routing_of`; None for a dense model, of whose experts nothing may be asked."""
-    if not model.is_dense:
-        return routing_of(config, model)
-    _check_dense(config, model)
-    return None
-
-
-def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
+def routing_of(workload: str, routing: RoutingConfig, model: ModelDims) -> RoutingTrace:
     """Open a run's trace as a model replays it; not done again unless the folder has changed."""
     if model.is_dense:
         raise InputError("model", f"{model.name} is dense: no experts to route", "a MoE model")
-    trace = _recorded(config, model)
-    return trace if config.routing.routing == "real" else _forced(trace, config.routing.routing)
+    trace = _recorded(workload, routing, model)
+    return trace if routing.routing == "real" else _forced(trace, routing.routing)
 
 
-def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
-    """Return the decode policies that the model can have; raises InputError if none is left."""
-    model = load_model(config.engine.model)
+def servable(name: str, policies: Sequence[str]) -> list[str]:
+    """Return the decode policies that a model can have; raises InputError if none is left."""
+    model = load_model(name)
     needy = [word for word in policies if registry.needs("policy", word).routing]
     if needy and len(needy) == len(policies) and model.is_dense:
         check_need("policy", needy[0], model)
     return [word for word in policies if not (model.is_dense and word in needy)]
-
-
-def _check_dense(config: RunConfig, model: ModelDims) -> None:
-    """Raise InputError where a configuration asks for something of a dense model's experts."""
-    for name in (
-        "trace", "routing_band", "routing", "moe_backend", "expert_gather", "offload_window",
-    ):  # fmt: skip
-        if config.value(name) != RUN_FIELDS[name].default:
-            raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
-    for pool in (pool.own for pool in config.pools):
-        if pool.num_redundant_experts:
-            problem = f"{model.name} is dense: it has no experts"
-            raise InputError("num_redundant_experts", problem, "not given")
-        check_need("expert_placement", pool.expert_placement or "linear", model)
-    check_need("queue_order", config.policies.queue_order, model)
-    if config.cluster.generates:
-        check_need("policy", config.policies.policy, model)
-    if config.cluster.n_prefill:
-        check_need("prefill_policy", config.policies.prefill_policy, model)
 
 
 def check_need(field: str, word: str, model: ModelDims) -> None:
@@ -74,20 +46,18 @@ def check_need(field: str, word: str, model: ModelDims) -> None:
         raise InputError(field, problem, "a policy that needs none (eldr-sim policies)")
 
 
-def _recorded(config: RunConfig, model: ModelDims) -> RoutingTrace:
-    if config.routing.trace is None:
-        return _drawn(model, _domains(config), config.routing.routing_band)
-    if config.routing.routing_band != "middle":
+def _recorded(workload: str, routing: RoutingConfig, model: ModelDims) -> RoutingTrace:
+    if routing.trace is None:
+        return _drawn(model, _domains(workload, routing), routing.routing_band)
+    if routing.routing_band != "middle":
         raise InputError("routing_band", "a band beside a trace", "one of both")
-    manifest = Path(config.routing.trace) / "manifest.json"
+    manifest = Path(routing.trace) / "manifest.json"
     stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
-    return _fitted(config.routing.trace, stamp, model)
+    return _fitted(routing.trace, stamp, model)
 
 
-def _domains(config: RunConfig) -> tuple[tuple[str, float], ...]:
-    return wanted_domains(
-        config.requests.workload, config.routing.domain_mix, config.routing.domain_mix_end
-    )
+def _domains(workload: str, routing: RoutingConfig) -> tuple[tuple[str, float], ...]:
+    return wanted_domains(workload, routing.domain_mix, routing.domain_mix_end)
 
 
 @lru_cache(maxsize=4)

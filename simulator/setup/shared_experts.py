@@ -24,9 +24,9 @@ from eldr_sim.policies.replicas.base import ChoiceParameters
 from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config.pools import WorkerPool
-from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
-from eldr_sim.simulator.setup.memory import pool_blocks
+from eldr_sim.simulator.setup.config.groups import ClusterConfig, EngineConfig, StepConfig
+from eldr_sim.simulator.setup.config.pools import Pool, WorkerPool
+from eldr_sim.simulator.setup.memory import WindowBlocks, pool_blocks
 
 
 def check_experts(pool: Pool, role: str) -> None:
@@ -46,10 +46,13 @@ def check_experts(pool: Pool, role: str) -> None:
         )
 
 
-def check_disaggregated(config: RunConfig, workers: WorkerPool) -> None:
-    """Raise InputError where a pool's experts cannot lie on GPUs of their own."""
+def check_disaggregated(
+    workers: WorkerPool, pools: Sequence[WorkerPool], cluster: ClusterConfig, *, moves: bool
+) -> None:
+    """Raise InputError where a pool's experts cannot lie on GPUs of their own; ``moves``: whether
+    experts move during the run."""
     pool, field = workers.own, f"topology.{workers.name}.ffn_ranks"
-    if not any(workers.name in other.takes_over for other in config.pools):
+    if not any(workers.name in other.takes_over for other in pools):
         problem = f"{workers.name} workers compute prompts, which is not simulated with FFN GPUs"
         raise InputError(field, problem, "a pool that others hand over to, as in 4P8A16F")
     if (pool.data_parallel_size or 1) < 2:
@@ -57,25 +60,32 @@ def check_disaggregated(config: RunConfig, workers: WorkerPool) -> None:
     if pool.speculative_config is not None:
         problem = "drafts are not simulated where experts lie on GPUs of their own"
         raise InputError("speculative_config", problem, "not given")
-    if config.experts.eplb_interval is not None:
+    if moves:
         problem = "experts on GPUs of their own do not move"
         raise InputError("eplb_interval", problem, "not given")
-    topology, engines = config.cluster.topology, config.cluster.decode.data_parallel_size
+    topology, engines = cluster.topology, cluster.decode.data_parallel_size
     if isinstance(topology, str) and engines is not None:
         problem = f"{engines} engines beside those of {topology}"
         raise InputError("decode.data_parallel_size", problem, "one of both")
 
 
-def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec) -> EngineSpec:
+def sharing(
+    cluster: ClusterConfig,
+    steps: StepConfig,
+    replica_choice: str,
+    model: ModelDims,
+    engine: EngineSpec,
+) -> EngineSpec:
     """Return engines with what they share where they share experts, ``n_redundant`` among them."""
+    pool = engine.own
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
-    if config.steps.cudagraph_padding not in (None, "none"):
+    if steps.cudagraph_padding not in (None, "none"):
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
     parallelism, redundant = engine.parallelism, engine.n_redundant
-    backend = pool.all2all_backend or config.cluster.all2all_backend
+    backend = pool.all2all_backend or cluster.all2all_backend
     if not parallelism.expert_parallel and COPY_PER[backend] != "all":
         problem = f"{backend} sends tokens to the GPUs of their experts, which are cut over all"
         raise InputError("all2all_backend", problem, "allgather_reducescatter")
@@ -85,8 +95,8 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         engine.step_time.gpu,
         backend,
         parallelism.n_gpus,
-        gpus_per_node=config.cluster.gpus_per_node,
-        tables=load_tables(config.steps.tables),
+        gpus_per_node=cluster.gpus_per_node,
+        tables=load_tables(steps.tables),
     )
     if parallelism.ffn_ranks:  # the tables are of ranks that all send and receive
         derived = {
@@ -96,10 +106,10 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
             for part, said in all_to_all.provenance.items()
         }
         all_to_all = replace(all_to_all, provenance=derived)
-    choice = _replica_choice(config.policies.replica_choice, all_to_all, redundant > 0)
+    choice = _replica_choice(replica_choice, all_to_all, redundant > 0)
     if (parallelism.ffn_ranks or engine.elastic) and choice.number == group_state.ASKED:
         what = "groups that change their width" if engine.elastic else "micro-batches"
-        problem = f"{config.policies.replica_choice!r} chooses in Python, not for {what}"
+        problem = f"{replica_choice!r} chooses in Python, not for {what}"
         raise InputError("replica_choice", problem, "a choice that is compiled, such as hash")
     pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
     group = group_state.GroupCost(
@@ -113,14 +123,14 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         choice.number,
         choice.seconds,
         parallelism.tensor_parallel_size,
-        config.cluster.gpus_per_node,
+        cluster.gpus_per_node,
         engine.step_time.rank_moe(slots, pairs),
         all_to_all.cost,
         all_to_all.gathered,
-        chunk_tokens(all_to_all.backend, config.steps.moe_dp_chunk_size),
+        chunk_tokens(all_to_all.backend, steps.moe_dp_chunk_size),
         parallelism.ffn_ranks,
-        config.cluster.micro_batches,
-        *_split(config.steps.two_batch_overlap, engine, all_to_all),
+        cluster.micro_batches,
+        *_split(steps.two_batch_overlap, engine, all_to_all),
     )
     return replace(engine, group=group, all_to_all=all_to_all, choice_provenance=choice.provenance)
 
@@ -144,7 +154,12 @@ def _split(overlap: bool, engine: EngineSpec, all_to_all: AllToAll) -> tuple[int
 
 
 def hold_instances(
-    config: RunConfig, model: ModelDims, engine: EngineSpec, placements: Sequence[Placement]
+    replica_choice: str,
+    settings: EngineConfig,
+    windows: WindowBlocks,
+    model: ModelDims,
+    engine: EngineSpec,
+    placements: Sequence[Placement],
 ) -> EngineSpec:
     """Return engines whose GPUs hold the instances of their workers' placements, with the KV blocks
     that the fullest GPU leaves.
@@ -160,14 +175,14 @@ def hold_instances(
         most, total = max(most, int(slots.max())), max(total, int(replayed.sum(axis=0).max()))
         if slots.sum() > slots.shape[0] * model.n_experts:
             copies = True
-            _check_copies(config, engine, placement)
+            _check_copies(replica_choice, engine, placement)
     share = ExpertGroup(
         (), 1, model.n_experts, engine.n_expert_ranks, engine.n_redundant
     ).slots_per_rank
     if copies and not engine.n_redundant:  # the placement's own
         assert engine.group is not None
         assert engine.all_to_all is not None
-        choice = _replica_choice(config.policies.replica_choice, engine.all_to_all, copies)
+        choice = _replica_choice(replica_choice, engine.all_to_all, copies)
         engine = replace(
             engine,
             group=engine.group._replace(choice_s=choice.seconds),
@@ -176,8 +191,8 @@ def hold_instances(
     if (most, total) == (share, share * model.n_moe_layers):
         return engine
     n_blocks = pool_blocks(
-        config, engine.engine, engine.memory_share, model, engine.step_time.gpu, layout, total,
-        speculation=engine.speculation,
+        settings, windows, engine.engine, engine.memory_share, model, engine.step_time.gpu,
+        layout, total, speculation=engine.speculation,
     )  # fmt: skip
     group = engine.group
     if group is not None:
@@ -186,13 +201,13 @@ def hold_instances(
     return replace(engine, n_blocks=n_blocks, group=group)
 
 
-def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -> None:
+def _check_copies(replica_choice: str, engine: EngineSpec, placement: Placement) -> None:
     """Raise InputError where a placement's copies of experts cannot be served."""
     if engine.group is None:
         problem = "copies of experts are simulated where engines share them"
         allowed = "--data-parallel-size 2 or more, or a placement without copies"
         raise InputError("expert_placement", problem, allowed)
-    if registry.needs("replica_choice", config.policies.replica_choice).rank_loads:
+    if registry.needs("replica_choice", replica_choice).rank_loads:
         rank_weights(placement)
 
 

@@ -15,7 +15,6 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.drafts import Draft, build_draft
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
-from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.speculative import LOOKING_UP, SpeculativeConfig
 from eldr_sim.traces.streams import stream
 
@@ -143,25 +142,24 @@ def _acceptances(
 
 
 def speculation_of(
-    config: RunConfig,
     given: SpeculativeConfig | None,
+    named: str | None,
+    seed: int,
     model: ModelDims,
     parallelism: Parallelism,
     build: Callable[..., StepTimeModel],
     domains: Callable[[], Sequence[str]],
 ) -> Speculation | None:
-    """Return what the engines of a worker draft, None for nothing; ``build``: of `build_draft`.
+    """Return what the engines of a worker draft, None for nothing; ``named``: a published
+    acceptance or a file, which overrides ``given``; ``build``: of `build_draft`.
     Raises InputError if the acceptance is unknown, or the model cannot be drafted for so."""
     if given is None or given.num_speculative_tokens == 0:
         return None
     acceptances = (
         _acceptances(given, model.name, domains)
-        if config.steps.acceptance is None
-        else {"": acceptance_of(given, model.name, config.steps.acceptance)}
+        if named is None
+        else {"": acceptance_of(given, model.name, named)}
     )
-    if not config.cluster.generates:
-        problem = "requests end with their prompts: there is nothing to draft"
-        raise InputError("speculative_config", problem, "not given")
     draft = build_draft(
         given.method,
         model,
@@ -173,5 +171,5 @@ def speculation_of(
     by_row = model.attention == "mla"
     if given.verify_attention is not None:
         by_row = given.verify_attention == "rows"
-    key = int(stream(config.requests.seed, "acceptance").integers(2**63))
+    key = int(stream(seed, "acceptance").integers(2**63))
     return Speculation(given, acceptances, draft, by_row, key)

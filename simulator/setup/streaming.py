@@ -16,8 +16,8 @@ from eldr_sim.kernel_profiles.steps import weight_streaming
 from eldr_sim.kernel_profiles.steps.step_time import PipelinePlan, plan_pipeline
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
+from eldr_sim.simulator.setup.config.groups import ClusterConfig, ExpertsConfig
 from eldr_sim.simulator.setup.config.pools import Pool, WorkerPool
-from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class PromptLayout:
 
 
 def prompt_layout(
-    config: RunConfig,
+    settings: ExpertsConfig,
+    cluster: ClusterConfig,
+    tables: str | None,
     pool: WorkerPool,
     model: ModelDims,
     gpu: GPU,
@@ -68,66 +70,66 @@ def prompt_layout(
 ) -> PromptLayout | None:
     """Return the layout of a pool's workers, or None; raises InputError."""
     stages = parallelism.pipeline_parallel_size
-    if stages > 1 and config.cluster.generates:
-        problem = f"stages of {pool.name} workers in {config.cluster.topology} are not simulated"
+    if stages > 1 and cluster.generates:
+        problem = f"stages of {pool.name} workers in {cluster.topology} are not simulated"
         allowed = "1, or prefill workers alone, such as 8P"
         raise InputError("pipeline_parallel_size", problem, allowed)
-    if not config.cluster.n_prefill:
+    if not cluster.n_prefill:
         for name in _STREAMING:
-            if config.value(name):
+            if getattr(settings, name):
                 raise InputError(name, "co-located workers stream no weights", "xPyD or xP")
     if pool.decodes:
         return None
-    if config.experts.kv_cache_free and config.cluster.generates:
-        problem = f"{config.cluster.topology} hands KV caches over"
+    if settings.kv_cache_free and cluster.generates:
+        problem = f"{cluster.topology} hands KV caches over"
         raise InputError("kv_cache_free", problem, "xP, such as 8P")
-    streams = config.experts.expert_gather is not None or config.experts.offload_window is not None
-    if config.experts.gather_interference and config.experts.expert_gather is None:
+    streams = settings.expert_gather is not None or settings.offload_window is not None
+    if settings.gather_interference and settings.expert_gather is None:
         raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")
     stream = experts = pipeline = None
     if streams:
-        _check_stream(config, pool.own, parallelism)
+        _check_stream(settings, pool.own, parallelism)
         n_gpus = parallelism.data_parallel_size
         stream = weight_streaming.plan_stream(
             model,
             gpu,
             n_gpus,
-            offload_window=config.experts.offload_window,
-            interference=config.experts.gather_interference,
-            tables=load_tables(config.steps.tables),
+            offload_window=settings.offload_window,
+            interference=settings.gather_interference,
+            tables=load_tables(tables),
         )
         experts = streamed_experts(model, gpu, n_gpus, stream.window, budget)
     if stages > 1:
         pipeline = plan_pipeline(model, gpu, stages)
-    if not (streams or pipeline or config.experts.kv_cache_free):
+    if not (streams or pipeline or settings.kv_cache_free):
         return None
     return PromptLayout(
         stream,
         experts,
-        config.experts.expert_gather == "collective",
+        settings.expert_gather == "collective",
         pipeline,
-        config.experts.kv_cache_free,
-        config.experts.expert_gather == "needed",
+        settings.kv_cache_free,
+        settings.expert_gather == "needed",
     )
 
 
-def _check_stream(config: RunConfig, pool: Pool, parallelism: Parallelism) -> None:
+def _check_stream(settings: ExpertsConfig, pool: Pool, parallelism: Parallelism) -> None:
     """Raise InputError where a prefill worker's GPUs cannot stream experts."""
-    name = "offload_window" if config.experts.expert_gather is None else "expert_gather"
+    name = "offload_window" if settings.expert_gather is None else "expert_gather"
     engines = parallelism.data_parallel_size
     if parallelism.tensor_parallel_size > 1 or parallelism.pipeline_parallel_size > 1:
         raise InputError(name, "engines that stream experts have one GPU each", "TP 1, no stages")
-    if config.experts.expert_gather is None and engines > 1:
+    if settings.expert_gather is None and engines > 1:
         problem = f"{engines} engines that dispatch their tokens copy no experts from the host"
         raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
-    if config.experts.expert_gather is not None and engines == 1:
+    if settings.expert_gather is not None and engines == 1:
         raise InputError(name, "one GPU has nobody to gather from", "--data-parallel-size 2 to 8")
     if engines > 1 and not parallelism.expert_parallel:
         raise InputError(name, "experts that are gathered are whole", "--enable-expert-parallel")
-    if config.experts.expert_gather == "needed":
+    if settings.expert_gather == "needed":
         # The host's copies are of whole layers, and no gather runs beside one that computes.
         for other in ("offload_window", "gather_interference"):
-            if config.value(other):
+            if getattr(settings, other):
                 raise InputError(other, "experts are gathered as a gate chooses them", "none")
     if pool.num_redundant_experts:
         raise InputError("num_redundant_experts", "every layer is gathered whole", "0")

@@ -9,7 +9,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.studies.figures import Reproduction, Runner
 from eldr_sim.planning.studies.study import read_study
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.requests import RoutingConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from studies.eldr import map as eldr_map
@@ -33,7 +33,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     @cache
     def trace(model: str = MODEL) -> RoutingTrace:
         """Routing of a model in all domains."""
-        return routing_of(RunConfig(model=model, workload="trace"), load_model(model))
+        return routing_of("trace", RoutingConfig(), load_model(model))
 
     @cache
     def fits(model: str = MODEL) -> signature.Fits:

@@ -33,7 +33,7 @@ _OUTPUT_TOKENS, _LARGEST, _DRAWS, _REQUESTS = 512, 256, 400, 400
 def drawn_union(model: str, load: str) -> Floats:
     """Expected distinct experts of a layer by batch, 0 to 256, under the load's drawn routing."""
     config = make_config({"model": model, "workload": load, "output_len": _OUTPUT_TOKENS})
-    trace = routing_of(config, load_model(model))
+    trace = routing_of(config.requests.workload, config.routing, load_model(model))
     asked = Load(load, 60.0, num_requests=_REQUESTS, output_len=_OUTPUT_TOKENS)
     requests = make_requests(trace.texts, asked)
     activation = trace.decode_activation(requests.text).astype(np.float64)

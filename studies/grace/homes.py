@@ -92,7 +92,7 @@ def homes(seeds: Sequence[int], quick: bool = False) -> Reproduction:
 
 
 def serve(policy: str, placement: str, workload: str, backend: str, seed: int) -> Served:
-    """Run a decode group of four engines and count its copies; all as `RunConfig` has them."""
+    """Run a decode group of four engines and count its copies; all as a run's fields."""
     own = {"policy": policy, "expert_placement": placement, "seed": seed}
     config = make_config(_FIELDS | own | {"workload": workload, "all2all_backend": backend})
     prepared = prepare(config)

@@ -7,12 +7,12 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.answer import _kv_bytes
 from eldr_sim.planning.search.axes import Axes, parse_axes
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.kv_tiers import total_bytes
 from eldr_sim.simulator.setup.prepare import prepare
 
 from .analytic import BASE, LEVEL, Analytic, attained, simulated_by
@@ -85,7 +85,7 @@ def test_of_clusters_as_cheap_the_smallest_tiers_are_the_answer():
     assert found.best.policy.endswith("kv_tier=host:8GB,load=20GB/s")
     made = make_config(BASE | {"topology": answer["topology"]})
     assert answer["kv_tiers_gb"] == 8 * (made.cluster.n_prefill or made.cluster.n_decode)
-    everywhere = total_bytes(make_config({
+    everywhere = _kv_bytes(make_config({
         "topology": "3P4D", "tensor_parallel_size": 4, "kv_tier": [
             "a:1GB,load=1GB/s", "b:10GB,load=1GB/s,scope=node", "c:100GB,load=1GB/s,scope=cluster",
         ]}))  # fmt: skip

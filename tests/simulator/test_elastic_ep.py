@@ -220,13 +220,12 @@ def test_a_rule_knows_what_a_group_of_each_width_takes(width, monkeypatch):
     """As of the fixed group of that width, and for how long a change has it stand still."""
     known = {}
 
-    def note(config, *rest):
-        known[config.cluster.enable_elastic_ep] = (facts := scaling_facts(config, *rest)).of(
-            "decode"
-        )
+    def note(pools, *rest):
+        elastic = any(pool.is_elastic for pool in pools)
+        known[elastic] = (facts := scaling_facts(pools, *rest)).of("decode")
         return facts
 
-    monkeypatch.setattr("eldr_sim.simulator.run.scaling_facts", note)
+    monkeypatch.setattr("eldr_sim.simulator.control.scaling.scaling_facts", note)
     config = ELASTIC.replace(all2all_backend="deepep_ht", num_requests=20, autoscale="seconds")
     simulate(config)
     fixed = {

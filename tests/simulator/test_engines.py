@@ -299,7 +299,7 @@ def test_gaps_of_those_that_sit_out_are_whole(one_engine):
     rng = np.random.default_rng(5)
     requests = [request(float(a), int(rng.integers(2, 30)), 12) for a in rng.random(30) * 40]
     record = one_engine(requests, rules_of("sglang", options(), 64, 1))
-    steps = window_steps(record, make_config({"topology": "1C"}), 0.0, math.inf)
+    steps = window_steps(record, np.array([True]), 0.0, math.inf)
     decoding = record.requests["finish_s"] - record.requests["first_token_s"]
     assert (steps.gaps * steps.carried).sum() == pytest.approx(decoding.sum())
     assert steps.carried.sum() == 11 * 30

@@ -16,7 +16,7 @@ from eldr_sim.simulator.setup.config.fault_spellings import (
     parse_fail,
     read_events,
 )
-from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 from eldr_sim.simulator.setup.fault_plan import Fault
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_is_an_input_error(texts, topology):
 
 @pytest.mark.parametrize("text", ["worker:1@1s+2s", "decode:1@1s+2s"])
 def test_workers_of_a_colocated_cluster_are_called_workers(text):
-    fault = in_cluster(parse_fail(text), make_config({"topology": "4C"}))
+    fault = in_cluster(parse_fail(text), make_config({"topology": "4C"}).pools)
     assert (fault.pool, fault.where) == ("decode", "worker:1")
     assert str(fault) == "fail worker:1 @1s+2s"
 
@@ -136,7 +136,7 @@ def test_workers_of_a_colocated_cluster_are_called_workers(text):
 )
 def test_a_worker_that_does_not_exist_is_answered_with_those_that_do(text, topology, allowed):
     config = make_config({"topology": topology})
-    fault = in_cluster(parse_fail(text), config)
+    fault = in_cluster(parse_fail(text), config.pools)
     workers = {pool.name: pool.workers for pool in config.pools}
     with pytest.raises(InputError) as error:
         check_fits([fault], workers, True)
@@ -196,7 +196,7 @@ def test_figures_of_faults_by_hand():
         retries=np.where(np.arange(n) == 1, 5, np.where(np.arange(n) == 9, 2, 0)),
     )  # fmt: skip
     join, fail = Fault("join", "decode", 0, 5.0, 15.0), parse_fail("decode:0@10s+10s")
-    found = fault_figures(record, RunConfig(goodput={"ttft": 1000}), (join, fail))
+    found = fault_figures(record, ServiceLevel(ttft=1000), (join, fail))
     assert (found["retried"], found["retries"]) == (1, 2)
     missing, dead = found["events"]
     assert missing["goodput_before"] is None  # who joins was missing from the beginning

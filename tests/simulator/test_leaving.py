@@ -25,7 +25,12 @@ class Scene:
         spec = self.acts.cluster.spec
         self.engine = spec.pools[0].engine
         self.facts = scaling_facts(
-            CONFIG, prepare(CONFIG), self.acts.cluster.workload, [{}] * len(CONFIG.pools), {}
+            CONFIG.pools,
+            0.0,
+            prepare(CONFIG),
+            self.acts.cluster.workload,
+            [{}] * len(CONFIG.pools),
+            {},
         ).of("decode")
 
     def runs(self, w, rows, left=10, context=1000):

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from eldr_sim.simulator.control.record import REQUEST, RunRecord
 from eldr_sim.simulator.control.relocation import RELOCATION
 from eldr_sim.simulator.outcome.bottleneck import load_growth
-from eldr_sim.simulator.outcome.metrics import (
-    describe,
-    good_requests,
-    request_times,
-    summarise,
-    warnings_of,
-)
+from eldr_sim.simulator.outcome.metrics import describe, good_requests, request_times, warnings_of
+from eldr_sim.simulator.outcome.summary import run_figures
 from eldr_sim.simulator.outcome.sums import weighted_percentile
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
@@ -120,7 +115,7 @@ def test_summary_against_every_token(
         {"topology": "2P2D", "num_requests": n, "goodput": {"ttft": 60.0, "tpot": 2.0}}
         | {"price_per_gpu_hour": 3.0}
     )
-    figures = summarise(record, config, 2)
+    figures = run_figures(record, config, 2)
     requests = record.requests
     assert [len(tokens[i]) for i in range(n)] == requests["output_len"].tolist()
 
@@ -172,7 +167,7 @@ def test_a_window_counts_its_own_steps_and_its_own_requests(
     cluster = make_cluster(workload, n_prefill=2, n_decode=2, window=(start, end))
     record, tokens = run_noting_tokens(cluster)
     assert record.end_s > end
-    figures = summarise(record, make_config({"topology": "2P2D"}), 2)
+    figures = run_figures(record, make_config({"topology": "2P2D"}), 2)
     requests = record.requests
     measured = np.flatnonzero((start <= requests["arrival_s"]) & (requests["arrival_s"] < end))
     assert figures["completed"] == figures["num_prompts"] == len(measured)
@@ -211,7 +206,7 @@ def test_a_window_counts_the_prompt_tokens_that_are_computed_in_it(
         max_num_batched_tokens=4096, window=(start, end),
     )  # fmt: skip
     record = run_to_rest(cluster)
-    figures = summarise(record, make_config({"topology": "2C" if colocated else "2P2D"}), 2)
+    figures = run_figures(record, make_config({"topology": "2C" if colocated else "2P2D"}), 2)
     requests = record.requests
     begun, ended = requests["prefill_start_s"], requests["prefill_end_s"]
     # Co-located, a prompt's last token is computed as the first that is decoded.
@@ -294,10 +289,10 @@ def test_a_client_of_the_prefills_token_waits_for_the_transfer_in_tpot():
     """Sent at 0, prompts computed at 0.5 and 1, ends at 3 and 5, three tokens each."""
     record = a_record([a_request(0.0, 3.0, 3), a_request(0.0, 5.0, 3)], [1.5, 2.0])
     record.requests["prefill_end_s"] = 0.5, 1.0
-    seen = summarise(record, make_config({"topology": "1P1D"}), 2)["streamed_by_prefill"]
+    seen = run_figures(record, make_config({"topology": "1P1D"}), 2)["streamed_by_prefill"]
     assert (seen["median_ttft_ms"], seen["median_tpot_ms"]) == (750.0, 1625.0)
     assert seen["p95_tpot_ms"] == pytest.approx(1250 + 0.95 * 750)
-    assert "streamed_by_prefill" not in summarise(record, make_config({"topology": "2C"}), 2)
+    assert "streamed_by_prefill" not in run_figures(record, make_config({"topology": "2C"}), 2)
 
 
 def test_failures_are_counted_by_their_reason():
@@ -311,7 +306,7 @@ def test_failures_are_counted_by_their_reason():
         ],
         [1.0, -1.0, -1.0, -1.0, -1.0],
     )
-    figures = summarise(record, make_config({"topology": "1P1D", "goodput": {"ttft": 2000.0}}), 2)
+    figures = run_figures(record, make_config({"topology": "1P1D", "goodput": {"ttft": 2000.0}}), 2)
     assert figures["failed_reasons"] == {"exceeds_kv_cache": 1, "exceeds_max_model_len": 2}
     assert (figures["num_prompts"], figures["completed"], figures["failed"]) == (4, 1, 3)
     assert figures["slo_attainment"] == 0.25
@@ -325,7 +320,7 @@ def test_prefix_caches_are_judged_by_the_requests_that_are_measured():
     requests = [a_request(0.0, 3.0), a_request(0.0, 3.0, measured=False), a_request(0.0, 3.0)]
     for request, found in zip(requests, (2, 3, -1), strict=True):  # the last was never looked up
         request["cached_tokens"] = found
-    figures = summarise(a_record(requests, [1.0] * 3), make_config({}), 2)
+    figures = run_figures(a_record(requests, [1.0] * 3), make_config({}), 2)
     assert figures["prefix_cache_queries"] == 4
     assert figures["prefix_cache_hits"] == 2
 
@@ -355,13 +350,13 @@ def test_peak_concurrency_counts_what_was_in_flight_at_the_start(window, peak):
     """In flight: 0-4, 1-6, 2-2.5 and 4-5 (which begins as the first ends)."""
     spans = [(0.0, 4.0), (1.0, 6.0), (2.0, 2.5), (4.0, 5.0)]
     record = a_record([a_request(*span) for span in spans], [3.0] * 4, window)
-    figures = summarise(record, make_config({"topology": "1P1D"}), 2)
+    figures = run_figures(record, make_config({"topology": "1P1D"}), 2)
     assert figures["max_concurrent_requests"] == peak
 
 
 def test_the_request_that_ends_the_run_counts_in_its_throughput():
     record = a_record([a_request(0.0, 5.0), a_request(0.0, 10.0)], [1.0, 1.0])
-    assert summarise(record, make_config({}), 2)["request_throughput"] == pytest.approx(0.2)
+    assert run_figures(record, make_config({}), 2)["request_throughput"] == pytest.approx(0.2)
 
 
 def test_relocations_count_in_the_window_that_they_begin_in():
@@ -370,13 +365,13 @@ def test_relocations_count_in_the_window_that_they_begin_in():
     moved["inside_bytes"], moved["between_bytes"] = (1, 10, 100, 1000), (2, 20, 200, 2000)
     moved["stall_s"] = 0.1, 0.2, 0.4, 0.8
     record = replace(a_record([a_request(0.0, 9.0)], [1.0], (2.0, 8.0)), relocations=moved)
-    figures = summarise(record, make_config({}), 2)
+    figures = run_figures(record, make_config({}), 2)
     assert (figures["relocations"], figures["relocated_bytes"]) == (2, 330)
     assert figures["relocation_stall_s"] == pytest.approx(0.6)
 
 
 def test_a_run_of_nothing_has_no_figures():
-    figures = summarise(a_record([], []), make_config({"goodput": {"tpot": 30}}), 2)
+    figures = run_figures(a_record([], []), make_config({"goodput": {"tpot": 30}}), 2)
     for key, value in figures.items():
         if key.endswith("_ms") or "per_million" in key or "experts" in key:
             assert value is None, key
@@ -388,7 +383,7 @@ def test_a_run_of_nothing_has_no_figures():
 def test_a_run_of_single_tokens_has_no_gaps():
     steps = [(1.0, 2.0, 5, 0, 2, 2, 7, 3, 0)]
     record = a_record([a_request(0.0, 2.0, 1)] * 2, [2.0, 2.0], steps=steps)
-    figures = summarise(record, make_config({}), 2)
+    figures = run_figures(record, make_config({}), 2)
     assert figures["mean_itl_ms"] is None
     assert figures["mean_tpot_ms"] is None
     assert figures["mean_ttft_ms"] == 2000.0
@@ -400,7 +395,7 @@ def test_activated_experts_by_token_count_a_step_as_often_as_its_batch():
     # start, end, context, joined, batch, tokens, active, busiest, recomputed; 2 MoE layers
     steps = [(1.0, 2.0, 5, 0, 1, 1, 4, 3, 0), (2.0, 3.0, 5, 0, 3, 3, 12, 3, 0)]
     record = a_record([a_request(0.0, 3.0)], [2.0], steps=steps)
-    figures = summarise(record, make_config({}), 2)
+    figures = run_figures(record, make_config({}), 2)
     assert figures["mean_active_experts_per_step"] == (2 + 6) / 2
     assert figures["mean_active_experts_per_token"] == (1 * 2 + 3 * 6) / 4
 
@@ -413,7 +408,7 @@ def test_recomputation_alone_is_no_decode_step():
     ]
     gaps = [(2.0, 6.0), (-9.0, -1.0)]
     record = a_record([a_request(0.0, 6.0)], [2.0], steps=steps, gaps=gaps)
-    figures = summarise(record, make_config({}), 2)
+    figures = run_figures(record, make_config({}), 2)
     assert figures["decode_steps"] == 2
     assert figures["mean_decode_batch"] == 1.0
     assert figures["mean_active_experts_per_step"] == 2.5

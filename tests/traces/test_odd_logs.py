@@ -148,10 +148,10 @@ def test_a_results_own_limit_and_rate_are_its_load(tmp_path):
     fields = {"workload": str(path), "topology": "1C", "model": "Llama-3.1-8B"}
     path.write_text(json.dumps(lens | {"request_rate": "inf", "max_concurrency": 3}))
     with pytest.raises(InputError, match="--max-concurrency 3"):
-        log_of(make_config(fields))
-    assert log_of(make_config(fields | {"max_concurrency": 5})) is not None
+        log_of(make_config(fields).requests, "recorded")
+    assert log_of(make_config(fields | {"max_concurrency": 5}).requests, "recorded") is not None
     path.write_text(json.dumps(lens | {"request_rate": 4.0, "max_concurrency": None}))
-    log = log_of(make_config(fields))
+    log = log_of(make_config(fields).requests, "recorded")
     assert log is not None
     assert log.header.times == "drawn at its request rate of 4/s"
     assert 39 / log.arrival_s[-1] == pytest.approx(4.0, rel=0.2)

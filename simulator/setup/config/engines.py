@@ -5,7 +5,7 @@ TensorRT-LLM at 002f3cc (``_torch/pyexecutor/scheduler/scheduler.py``, ``llmapi/
 0.33 (``v1/core/sched/scheduler.py``)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.parallel import Padding
 from eldr_sim.kernel_profiles.tables.library import version_numbers
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
-from eldr_sim.simulator.setup.config.groups import SchedulerConfig
+from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
 
 #: Options that not all engines know, and who does: fields of `groups.EngineConfig` and
@@ -209,12 +209,12 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
 
 
-def memory_share(config: Any, engine: Engine, pool: Pool) -> float:
+def memory_share(value: Callable[[str], Any], engine: Engine, pool: Pool) -> float:
     """Return ``gpu_memory_utilization`` of a pool's engines: the run's, or their engine's default
-    on their GPUs where nothing was said. ``config``: a `RunConfig`."""
-    name, said = "gpu_memory_utilization", config.engine.gpu_memory_utilization
-    usual = type(config.engine).model_fields[name].default
-    run = {field: config.value(field) for field in _SHARE}
+    on their GPUs where none was given. ``value``: returns a field of the run by its name."""
+    name, said = "gpu_memory_utilization", value("gpu_memory_utilization")
+    usual = EngineConfig.model_fields[name].default
+    run = {field: value(field) for field in _SHARE}
     if said != default_fields(run).get(name, usual):
         return float(said)
     own = run | {f: v for f in _SHARE if (v := getattr(pool, f, None)) is not None}

@@ -16,8 +16,9 @@ from eldr_sim.simulator.setup.fault_plan import KINDS, Fault, FaultPlan, Kind, c
 from eldr_sim.traces.streams import stream
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
+    from eldr_sim.simulator.setup.config.groups import FaultConfig
+    from eldr_sim.simulator.setup.config.pools import WorkerPool
     from eldr_sim.traces.workload import Workload
 
 _WORKER = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})", re.IGNORECASE)
@@ -145,39 +146,42 @@ def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: 
     check_overlaps(tuple(faults))
 
 
-def in_cluster(fault: Fault, config: RunConfig) -> Fault:
+def in_cluster(fault: Fault, pools: Sequence[PoolSpec] | Sequence[WorkerPool]) -> Fault:
     """Return a fault with the name of its pool: the workers of ``xC`` are ``worker:N``, and
     ``decode:N`` says the same."""
-    if config.cluster.n_prefill or [pool.name for pool in config.pools] != ["decode"]:
+    if [pool.name for pool in pools if pool.decodes] != ["decode"] or len(pools) > 1:
         return fault
     pool = "decode" if fault.pool == "worker" else fault.pool
     return replace(fault, pool=pool, colocated=True)
 
 
-def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
-    """Return what goes wrong; None where nothing does."""
-    if not config.faults.fail and config.faults.events is None:
+def planned(
+    asked: FaultConfig, seed: int, spec: ClusterSpec, workload: Workload, *, moves: bool
+) -> FaultPlan | None:
+    """Return what goes wrong; None where nothing does. ``moves``: whether experts move."""
+    if not asked.fail and asked.events is None:
         return None
     faults: list[Fault] = []
     cancels: list[Cancel] = []
-    if config.faults.events is not None:
-        faults, cancels = read_events(config.faults.events)
-    faults += [parse_fail(text) for text in config.faults.fail]
-    faults = [in_cluster(fault, config) for fault in faults]
-    check_fits(
-        faults, {pool.name: pool.workers for pool in config.pools}, config.cluster.hands_over
-    )
+    if asked.events is not None:
+        faults, cancels = read_events(asked.events)
+    faults += [parse_fail(text) for text in asked.fail]
+    faults = [in_cluster(fault, spec.pools) for fault in faults]
     engines = {pool.name: pool.engine for pool in spec.pools}
+    workers = {
+        pool.name: pool.n // pool.engine.parallelism.data_parallel_size for pool in spec.pools
+    }
+    check_fits(faults, workers, any(pool.then >= 0 for pool in spec.pools))
     for fault in faults:
         layout = engines[fault.pool].layout
         own = layout is not None and layout.has_steps_of_its_own
         if own and fault.kind not in ("drain", "link"):
             problem = "workers that stream weights or have stages are not simulated"
             raise InputError("events", f"{fault}: faults of {problem}")
-        if config.experts.eplb_interval is not None and fault.kind in ("fail", "join"):
+        if moves and fault.kind in ("fail", "join"):
             problem = "beside experts that move (eplb_interval) are not simulated"
             raise InputError("events", f"{fault}: dead workers {problem}")
-    rng, cancel_s = stream(config.requests.seed, "cancel"), np.full(len(workload), np.inf)
+    rng, cancel_s = stream(seed, "cancel"), np.full(len(workload), np.inf)
     patient = np.zeros(len(workload), np.bool_)
     for cancel in cancels:
         gives_up = rng.random(len(workload)) < cancel.share
@@ -187,9 +191,9 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     return FaultPlan(
         tuple(faults),
         cancel_s if cancels else None,
-        config.faults.health_delay_ms / 1e3,
-        config.faults.retry,
-        config.faults.max_retries,
+        asked.health_delay_ms / 1e3,
+        asked.retry,
+        asked.max_retries,
         patient if cancels else None,
-        config.faults.user_retry_s,
+        asked.user_retry_s,
     )

@@ -492,7 +492,7 @@ class OutputConfig(Fields):
     or repeat the option."""
 
 
-#: The groups of a configuration, by the attribute of `RunConfig` that holds each.
+#: The groups of a configuration, by the attribute that holds each.
 GROUPS: dict[str, type[Fields]] = {
     "policies": PolicyConfig,
     "requests": WorkloadConfig,

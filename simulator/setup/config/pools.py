@@ -5,7 +5,7 @@ Requests come to pools that no other hands over to; one router chooses among the
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -220,6 +220,21 @@ class WorkerPool(NamedTuple):
     def role(self) -> Role:
         """Whose settings of a run it has where it has none of its own."""
         return "decode" if self.decodes else "prefill"
+
+
+def gpus_of(pools: Iterable[WorkerPool]) -> int:
+    """Return the GPUs of all workers."""
+    return sum(pool.workers * pool.own.parallelism.n_gpus for pool in pools)
+
+
+def price_of(pools: Iterable[WorkerPool]) -> float | None:
+    """Return the price of all workers for an hour; None unless every pool has a price."""
+    total = 0.0
+    for pool in pools:
+        if pool.own.price_per_gpu_hour is None:
+            return None
+        total += pool.workers * pool.own.parallelism.n_gpus * pool.own.price_per_gpu_hour
+    return total
 
 
 class Pools(RootModel[dict[str, NamedPool]]):

@@ -16,7 +16,7 @@ class Preset:
     #: ``title``, ``source``: what it is, and where it is described.
     title: str
     source: str
-    fields: Mapping[str, Any]  #: fields of :class:`~eldr_sim.simulator.setup.config.RunConfig`
+    fields: Mapping[str, Any]  #: fields of a run's configuration
     #: Its models, the first by default, and what they have of their own.
     models: Mapping[str, Mapping[str, Any]]
     seconds: int  #: requests are sent for so long: ``num_requests`` is this times the rate

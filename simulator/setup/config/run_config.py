@@ -42,8 +42,10 @@ from eldr_sim.simulator.setup.config.pools import (
     OwnPool,
     Pool,
     WorkerPool,
+    gpus_of,
     parse_topology,
     pools_of,
+    price_of,
     with_version,
 )
 from eldr_sim.simulator.setup.config.requests import WORKLOADS, RoutingConfig, WorkloadConfig
@@ -159,7 +161,7 @@ class RunConfig(Fields):
     @property
     def n_gpus(self) -> int:
         """GPUs of all workers."""
-        return sum(pool.workers * pool.own.parallelism.n_gpus for pool in self.pools)
+        return gpus_of(self.pools)
 
     @cached_property
     def pools(self) -> tuple[WorkerPool, ...]:
@@ -199,12 +201,7 @@ class RunConfig(Fields):
     @property
     def price_per_hour(self) -> float | None:
         """Price of the whole cluster for an hour; None unless every pool has a price."""
-        total = 0.0
-        for pool in self.pools:
-            if pool.own.price_per_gpu_hour is None:
-                return None
-            total += pool.workers * pool.own.parallelism.n_gpus * pool.own.price_per_gpu_hour
-        return total
+        return price_of(self.pools)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError, needed
 from eldr_sim.kinds import Row
 from eldr_sim.simulator.control.record import RunRecord
-from eldr_sim.simulator.outcome.metrics import draft_counters, request_times, summarise
+from eldr_sim.simulator.outcome.metrics import draft_counters, request_times
+from eldr_sim.simulator.outcome.summary import run_figures
 from eldr_sim.simulator.run import build_cluster
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -273,7 +274,7 @@ def simulate_sent(sent: Sent, fields: Mapping[str, Any], **about: Any) -> tuple[
     again = replay(sent, fields, **about)
     if not again.record.completed.all():
         raise InputError("features", "the simulation does not complete all requests")
-    counted = summarise(again.record, again.config, again.n_moe_layers)
+    counted = run_figures(again.record, again.config, again.n_moe_layers)
     return figures(again.times), counted | draft_counters(again.record)
 
 
