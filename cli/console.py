@@ -26,7 +26,6 @@ from rich.progress import (
 from rich.table import Table
 
 from eldr_sim.news import HARMLESS, listening
-from eldr_sim.simulator.outcome.catalogue import LATENCIES, label
 from eldr_sim.start import show_nothing_more
 
 if TYPE_CHECKING:
@@ -270,39 +269,22 @@ def interval_text(mean: float, low: float, high: float, form: str) -> str:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
-    click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
-    alone = summary["policy"] is None  # requests end with their prompts
-    for part in (_print_run, _print_sessions, _print_latencies, _print_decoding, _print_parts):
-        part(summary, alone)
-    _figures(summary, "preemptions", *(() if alone else ("gpu_hours_per_million_output_tokens",)))
-    if summary["cost_per_million_output_tokens"] is not None:
-        _figures(summary, "cost_per_million_output_tokens")
-    if limits := summary.get("limits"):  # older results have none
-        _heading("What limits it")
-        _line("Bottleneck", limits["bottleneck"])
-        _text(limits["because"], "  ")
-    _print_band(summary, alone)
-    _print_basis(summary)
+    from eldr_sim.simulator.outcome.result_parts import parts_of  # not for listings
+
+    title = " Serving Benchmark Result (simulated) ".center(_WIDTH, "=")
+    for part in parts_of(summary):
+        click.echo(title or part.title.center(_WIDTH, "-"))
+        title, about = "", ""
+        for row in part.rows:
+            if isinstance(row, str):
+                _text(row, "  ")
+                continue
+            if row.of != about and row.of:
+                click.echo(row.of)
+            about = row.of
+            _line(f"  {row.label}" if row.of else row.label, row.value)
     click.echo("=" * _WIDTH)
     print_warnings(summary)
-
-
-def _print_band(summary: Mapping[str, Any], alone: bool) -> None:
-    from eldr_sim.simulator.outcome.error_band import in_words, interval
-
-    band = summary.get("error_band")
-    if band is None:  # of older results
-        return
-    _heading(f"Error band ({100 * band['level']:.0f}% of published runs)")
-    shown = {"mean_ttft_ms": "ttft"} if alone else {
-        "mean_ttft_ms": "ttft", "mean_tpot_ms": "tpot", "output_throughput": "throughput",
-    }  # fmt: skip
-    for tag, metric in shown.items():
-        if metric in band and summary[tag]:
-            low, high = interval(band, metric, summary[tag])
-            _line(label(tag), f"{low:.4g} to {high:.4g}")
-    for sentence in in_words(band):
-        _text(sentence, "  ")
 
 
 def print_warnings(summary: Mapping[str, Any], of: str = "") -> None:
@@ -313,195 +295,12 @@ def print_warnings(summary: Mapping[str, Any], of: str = "") -> None:
         click.echo(f"Warning: {of}{warning}", err=True)
 
 
-def _heading(title: str) -> None:
-    click.echo(title.center(_WIDTH, "-"))
-
-
-def _figures(summary: Mapping[str, Any], *tags: str) -> None:
-    for tag in tags:
-        _line(label(tag), summary[tag])
-
-
-def _print_run(summary: dict[str, Any], alone: bool) -> None:
-    if alone:
-        _line("Prefill policy", summary["prefill_policy"])
-    elif summary["prefill_policy"] is None:
-        _line("Policy", summary["policy"])
-    else:
-        _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
-    _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
-    _line("Topology", summary["topology"])
-    _figures(summary, "completed", "failed")
-    for reason, count in summary["failed_reasons"].items():
-        _line(f"  {reason}", count)
-    rate, trace = summary["request_rate"], summary["trace"]
-    _line(label("request_rate"), "recorded" if rate is None else rate)
-    if "arrivals" in trace:
-        _line("Arrivals", trace["arrivals"])
-    for line in _log_lines(trace):
-        _text(line)
-    if summary["max_concurrency"] is not None:
-        _figures(summary, "max_concurrency")
-    for name in ("isl", "osl"):
-        if lengths := trace.get(name):  # older results have none
-            mean, middle, p99 = (f"{lengths[key]:.0f}" for key in ("mean", "p50", "p99"))
-            _line(f"{name.upper()}: mean, median, p99 (tokens)", f"{mean}, {middle}, {p99}")
-    _figures(summary, "duration", "total_input_tokens", "total_output_tokens", "request_throughput")
-    if summary["slo_attainment_by_metric"]:  # without an SLO there is nothing to attain
-        _figures(summary, "slo_attainment")
-    prompts = ("prefill_throughput", "computed_prompt_throughput", "prefill_mfu", "makespan_s")
-    _figures(summary, *(prompts if alone else ("output_throughput", "total_token_throughput")))
-    _figures(summary, "max_concurrent_requests")
-    if summary.get("prefix_cache_hits"):
-        _figures(summary, "prefix_cache_hit_rate")
-        if summary.get("ideal_prefix_cache_hit_rate"):  # older results have none
-            _figures(summary, "ideal_prefix_cache_hit_rate", "common_prefix_share")
-    if tiers := summary.get("kv_tiers"):
-        rates = (f"{name} {rate:.1%}" for name, rate in tiers["hit_rate"].items())
-        _line("Hit rate by tier", ", ".join(rates))
-        _line("Mean wait for loads (ms)", tiers["mean_load_wait_ms"])
-        _line("Prefill saved by loads (s)", tiers["prefill_seconds_saved"])
-
-
-def _print_sessions(summary: dict[str, Any], _: bool) -> None:
-    if sessions := summary.get("sessions"):
-        _heading("Sessions")
-        begun, done, lost = (sessions[key] for key in ("begun", "completed", "abandoned"))
-        _line("Begun, completed, abandoned", f"{begun}, {done}, {lost}")
-        _line("Mean duration (s)", sessions["mean_duration_s"])
-        if "p90_e2el_per_token_ms" in summary:  # older results have none
-            _figures(summary, "mean_e2el_per_token_ms", "p90_e2el_per_token_ms")
-        columns = ("mean_ttft_ms", "mean_tpot_ms", "prefix_cache_hit_rate")
-        for row in sessions["by_turn"]:
-            shown = (f"{row[key]:.4g}" if row[key] is not None else "-" for key in columns)
-            _line(f"Turn {row['turn']}: TTFT, TPOT (ms), hit rate", ", ".join(shown))
-
-
-def _print_latencies(summary: dict[str, Any], alone: bool) -> None:
-    if front_end := summary.get("front_end"):
-        _heading("Front end, part of TTFT")
-        how = f"{front_end['api_servers']}, {front_end['tokenizer_mode']}"
-        _line("API servers, tokenizer", how)
-        for statistic in ("mean", "median", "p99"):
-            _line(f"{statistic.capitalize()} time (ms)", front_end[f"{statistic}_ms"])
-    for tag, latency in LATENCIES.items():
-        if not alone or tag == "ttft":
-            _heading(latency.heading)
-            _figures(summary, *(f"{of}_{tag}_ms" for of in ("mean", "median", "p90", "p99")))
-
-
-def _print_decoding(summary: dict[str, Any], alone: bool) -> None:
-    if not alone:
-        _heading("Decode steps")
-        _figures(summary, "mean_decode_batch")
-        if summary["mean_active_experts_per_step"] is not None:  # a dense model has none
-            _figures(summary, "mean_active_experts_per_step", "mean_active_experts_per_token")
-            _figures(summary, "p99_active_experts_per_step")
-    if drafts := summary.get("speculative_decoding"):
-        _heading("Speculative Decoding")
-        n, accepted = (drafts[f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
-        tokens = drafts["spec_decode_num_draft_tokens"]
-        _line("Acceptance rate (%)", 100.0 * accepted / tokens if tokens else None)
-        _figures(summary, "acceptance_length")
-        _line("Drafts", n)
-        _line("Draft tokens", tokens)
-        _line("Accepted tokens", accepted)
-        by_position = drafts["spec_decode_num_accepted_tokens_per_pos"]
-        for position, passed in enumerate(by_position if n else ()):
-            _line(f"  Position {position} (%)", 100.0 * passed / n)
-        _figures(summary, "tokens_per_step", "verify_experts_over_plain", "draft_time_share")
-        _text(f"acceptance: {drafts['acceptance_source']}", "  ")
-        _text(f"experts of rejected drafts: {drafts['rejected_drafts_experts']}", "  ")
-
-
-def _print_parts(summary: dict[str, Any], alone: bool) -> None:
-    if summary["expert_parallel_size"] > 1 and not alone:
-        _line("Expert placement", summary["expert_placement"])
-        _figures(summary, "mean_busiest_rank_experts_per_step")
-    if group := summary.get("group"):
-        _heading("Engines that share experts")
-        how = f"{group['data_parallel_size']}, {group['all2all_backend']}"
-        _line("Engines a group, all-to-all", how)
-        if "ffn_ranks" in group:
-            how = f"{group['ffn_ranks']}, {group['micro_batches']}"
-            _line("FFN GPUs, micro-batches", how)
-            for side in ("attention", "FFN"):
-                _line(f"Mean idle time of {side} GPUs (ms)", group[f"mean_{side.lower()}_idle_ms"])
-        for part in ("step", "moe", "dispatch", "combine", "idle"):
-            _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
-        if group.get("mean_replica_choice_ms"):  # older results have none
-            _line("Mean replica choice time (ms)", group["mean_replica_choice_ms"])
-        _line("Token-expert pairs, busiest / mean rank", group["busiest_rank_pairs_over_mean"])
-    if streaming := summary.get("weight_streaming"):
-        _heading("Streamed experts")
-        _line("Gather of a layer (ms)", streaming["gather_ms"])
-        _line("Copy of a layer from the host (ms)", streaming["host_copy_ms"])
-        _line("Share of step time waited", streaming["wait_share"])
-    if faults := summary.get("faults"):
-        _heading("Faults")
-        for event in faults["events"]:
-            click.echo(event["event"])
-            # Without an SLO no request is good: what completes counts.
-            kind = "throughput" if event["goodput_during"] is None else "goodput"
-            for when in ("before", "during", "after"):
-                _line(f"  {kind.capitalize()} {when} (req/s)", event[f"{kind}_{when}"])
-            _line("  Time to recover (s)", event["time_to_recover_s"])
-        _line("Requests sent again", faults["retried"])
-        _line("Requests lost with their worker", faults["worker_lost"])
-        _line("Requests that gave up", faults["cancelled"])
-    if scaling := summary.get("scaling"):
-        _heading("Workers over time")
-        _line("Autoscaler", scaling["autoscale"])
-        for pool, workers in scaling["mean_workers"].items():
-            _line(f"Mean {pool} workers that serve", workers)
-        for name, hours in scaling["gpu_hours_by_state"].items():
-            _line(f"GPU-hours {name}", hours)
-        if scaling["minutes_below_95"] is not None:  # without an SLO no request is good
-            _line("GPU-hours a 1,000 good requests", scaling["gpu_hours_per_1000_good"])
-            if scaling["cost_per_1000_good"] is not None:
-                _line("Cost of 1,000 good requests ($)", scaling["cost_per_1000_good"])
-            minutes = f"{scaling['minutes_below_95']} of {scaling['minutes']}"
-            _line("Minutes below 95% attainment", minutes)
-        events = "starts", "stops", "switches", "reversals"
-        _line(", ".join(events).capitalize(), ", ".join(str(scaling[name]) for name in events))
-
-
-def _print_basis(summary: dict[str, Any]) -> None:
-    from eldr_sim.kernel_profiles.tables.format import IN_WORDS, parts_by_provenance
-
-    _heading("Rests on")
-    for known, parts in parts_by_provenance(summary.get("provenance", {})).items():
-        _text(f"Step times, {known} ({IN_WORDS[known]}): {', '.join(parts)}")
-    if handover := summary.get("handover"):  # older results and other topologies have none
-        presets = (summary["kv_transfer"], handover)
-        _line("KV transfer, hand-over", ", ".join(text.partition(":")[0] for text in presets))
-    for note in summary.get("latency_notes", ()):  # older results have none
-        _text(note, "  ")
-    trace = summary["trace"]
-    if trace["name"] is not None:  # a dense model has none
-        _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
-        _text(trace["rests_on"], "  ")
-        _text(trace["layers"], "  ")
-    if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
-        share = f"  {100 * beyond:.0f}% of the prompt tokens"
-        click.echo(f"{share} repeat recorded ones: prompts are longer")
-
-
 def print_log_part(summary: Mapping[str, Any]) -> None:
     """Print what was read of a log, and what of it is measured, if anything is."""
-    for line in _log_lines(summary["trace"]):
+    from eldr_sim.simulator.outcome.result_parts import log_lines  # not for listings
+
+    for line in log_lines(summary["trace"]):
         click.echo(line)
-
-
-def _log_lines(trace: Mapping[str, Any]) -> Iterator[str]:
-    if header := trace.get("log"):
-        from eldr_sim.traces.requests.logs.log_header import header_in_words
-
-        yield f"Read: {header_in_words(header)}"
-    if part := trace.get("log_window"):
-        from eldr_sim.traces.requests.logs.log_window import part_in_words
-
-        yield f"Measured: {part_in_words(part)}"
 
 
 def _text(text: str, indent: str = "") -> None:

@@ -7,18 +7,6 @@ from typing import Any, NamedTuple
 
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
-#: Headings of a run's metrics by tag, in the order of the table.
-RUN_FIGURES = {
-    tag: label(tag)
-    for tag in (
-        "num_prompts", "completed", "failed", "slo_attainment", "request_goodput",
-        "request_throughput", "output_throughput", "total_token_throughput",
-        "max_concurrent_requests", "mean_decode_batch", "mean_active_experts_per_step",
-        "mean_active_experts_per_token", "p99_active_experts_per_step",
-        "mean_busiest_rank_experts_per_step", "prefix_cache_hit_rate", "preemptions", "gpus",
-        "gpu_hours_per_million_output_tokens", "cost_per_million_output_tokens",
-    )
-}  # fmt: skip
 #: Names of the latencies; their tags are ``{statistic}_{latency}_ms``.
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 STATISTICS = ("mean", "p50", "p90", "p99")

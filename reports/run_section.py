@@ -9,7 +9,6 @@ from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import (
     LATENCIES,
     METRICS,
-    RUN_FIGURES,
     STATISTICS,
     Table,
     Value,
@@ -17,7 +16,6 @@ from eldr_sim.reports.cells import (
     difference,
     nan,
     number,
-    percent,
     plain,
     table,
     without_unit,
@@ -25,6 +23,8 @@ from eldr_sim.reports.cells import (
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import Colours, intervals
 from eldr_sim.reports.run_pictures import run_pictures
+from eldr_sim.simulator.outcome.catalogue import LATENCIES as METRICS_OF
+from eldr_sim.simulator.outcome.result_parts import headline_of, parts_of
 
 
 def comparison_section(folder: Folder, colours: Colours) -> Row:
@@ -93,7 +93,9 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
         "title": first["label"] if single else f"{len(folders)} runs side by side",
         "basis": basis(summaries),
         "summary": first if single else None,
-        "headline": _headline(first) if single else (),
+        "headline": [(f.name, number(f.value), f.unit) for f in headline_of(first)]
+        if single
+        else (),
         "limits": [
             ("" if single else f"{name}: ", limits["bottleneck"], limits["because"])
             for name, summary in summaries.items()
@@ -101,33 +103,10 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
         ],
         "names": None if single else _names(summaries),
         "latencies": _latencies(summaries),
-        "figures": _figures(folders, summaries),
-        "failed": _failed(summaries),
-        "faults": _faults(summaries),
+        "parts": _parts(folders, summaries),
         "pictures": run_pictures(folders, colours),
         "configuration": _configuration(folders),
     }
-
-
-def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (name, value, unit or remark) of the headline figures."""
-    pairs = [
-        (f"{LATENCIES[tag]}, {name}", number(summary[f"{statistic}_{tag}_ms"]), "ms")
-        for tag in ("ttft", "tpot")
-        for name, statistic in (("median", "median"), ("p99", "p99"))
-    ]
-    if summary["slo_attainment_by_metric"]:
-        pairs.append(("SLO attainment", percent(summary["slo_attainment"]), "of requests"))
-    pairs.append(("Output", number(summary["output_throughput"]), "tokens/s"))
-    if summary["mean_active_experts_per_step"] is not None:
-        by_token = number(summary["mean_active_experts_per_token"])
-        experts = number(summary["mean_active_experts_per_step"])
-        pairs.append(("Activated experts", experts, f"a layer and step, {by_token} by token"))
-    cost = summary["cost_per_million_output_tokens"]
-    if cost is not None:
-        return [*pairs, ("Cost", f"${number(cost)}", "per million output tokens")]
-    hours = summary["gpu_hours_per_million_output_tokens"]
-    return [*pairs, ("GPU time", number(hours), "GPU-hours per million tokens")]
 
 
 def _names(summaries: Summaries) -> Table:
@@ -149,50 +128,30 @@ def _latencies(summaries: Summaries) -> Table:
     return table("Latencies of completed requests, ms", columns, rows)
 
 
-def _figures(folders: Sequence[Folder], summaries: Summaries) -> Table:
-    rows = [
-        [label, *(summary.get(tag) for summary in summaries.values())]
-        for tag, label in RUN_FIGURES.items()
-        if any(summary.get(tag) is not None for summary in summaries.values())
-    ]
+def _parts(folders: Sequence[Folder], summaries: Summaries) -> list[Table]:
+    """Return the parts of the runs' summaries, a column a run; latencies and what figures rest on
+    stand elsewhere on the page."""
+    by_run = {name: {p.title: p for p in parts_of(own)} for name, own in summaries.items()}
+    elsewhere = {"Rests on", "What limits it", *(metric.heading for metric in METRICS_OF.values())}
+    titles = dict.fromkeys(title for parts in by_run.values() for title in parts)
     columns = ["figure", *(["value"] if len(summaries) == 1 else summaries)]
     bounds = (f.documents["config"]["config"].get("goodput") or {} for f in folders)
     none = "none, so there is no SLO attainment and no goodput"
     levels = dict.fromkeys(", ".join(bounds_in_words(each)) or none for each in bounds)
-    note = f"Service level: {'; '.join(levels)}."
-    return table("Throughput, goodput and cost", columns, rows, note=note)
-
-
-def _failed(summaries: Summaries) -> Table | None:
-    rows = [
-        (name, reason, count)
-        for name, summary in summaries.items()
-        for reason, count in summary["failed_reasons"].items()
-    ]
-    if not rows:
-        return None
-    return table("Requests that did not complete", ["run", "reason", "requests"], rows)
-
-
-def _faults(summaries: Summaries) -> Table | None:
-    """Return what each fault did to the requests that came before, while and after it lasted."""
-    whens = ("before", "during", "after")
-    events = [e for own in summaries.values() for e in own.get("faults", {}).get("events", ())]
-    judged = any(event[f"goodput_{when}"] is not None for event in events for when in whens)
-    figures = (
-        ("goodput", "attainment") if judged else ("throughput",)
-    )  # without an SLO none is good
-    names = [f"{figure}_{when}" for figure in figures for when in whens]
-    rows = [
-        [name, event["event"], *(event[tag] for tag in names), event["time_to_recover_s"]]
-        for name, summary in summaries.items()
-        for event in summary.get("faults", {}).get("events", ())
-    ]
-    if not rows:
-        return None
-    columns = ["run", "fault", *(name.replace("_", " ") for name in names), "time to recover, s"]
-    caption = "goodput, requests/s, and SLO attainment" if judged else "completed requests/s"
-    return table(f"Faults: {caption}", columns, rows)
+    tables = []
+    for title in titles:
+        if title in elsewhere:
+            continue
+        rows: dict[str, dict[str, Value]] = {}
+        for name, parts in by_run.items():
+            for row in parts[title].rows if title in parts else ():
+                if not isinstance(row, str):
+                    what = f"{row.of}: {row.label}" if row.of else row.label.strip()
+                    rows.setdefault(what, {})[name] = row.value
+        cells = [[what, *(own.get(name) for name in summaries)] for what, own in rows.items()]
+        note = f"Service level: {'; '.join(levels)}." if title == "Run" else None
+        tables.append(table(title, columns, cells, note=note))
+    return tables
 
 
 def _configuration(folders: Sequence[Folder]) -> dict[str, Table | None]:

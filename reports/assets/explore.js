@@ -110,24 +110,15 @@
     if (stale.size) drawing ||= setTimeout(() => { drawing = 0; const parts = stale; stale = new Set(); draw(parts); }, 80);
   };
 
-  const number = (value, digits = 3) => value === null || value === undefined ? "–" :
-    Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 4 });
-  const tiles = (p) => {
-    const told = [["TTFT p50, ms", number(p.p50_ttft_ms)], ["TTFT p99, ms", number(p.p99_ttft_ms)],
-      ["TPOT p50, ms", number(p.p50_tpot_ms)], ["TPOT p99, ms", number(p.p99_tpot_ms)],
-      ...(p.slo_attainment === null ? [] : [["within the service level", (100 * p.slo_attainment).toFixed(1) + "%"],
-        ["good requests/s", number(p.request_goodput)]]), ["output tokens/s", number(p.output_throughput)],
-      ["GPUs", number(p.gpus)], ["$ a million output tokens", number(p.cost_per_million_output_tokens)],
-      ["experts a step and layer", number(p.mean_active_experts_per_step)]];
-    fill("figures", ...told.map(([name, value]) => {
-      const box = document.createElement("div"), b = document.createElement("b"), s = document.createElement("span");
-      b.textContent = value; s.textContent = name; box.append(b, s);
-      return box;
-    }));
-  };
+  const made = (kind, ...inside) => { const of = document.createElement(kind); of.append(...inside); return of; };
+  const tiles = (p) => fill("figures", ...p.headline.map(([name, value]) => made("div", made("b", value), made("span", name))));
   const notes = (found) => {
     byId("limits").textContent = found.limits ? `What limits it: ${found.limits.bottleneck}: ${found.limits.because}.` : "";
     const warned = (found.warnings ?? []).map((text) => `Warning: ${text}. `).join("");
+    fill("parts", ...(found.parts ?? []).map(([title, rows]) => made("table", made("caption", title),
+      made("tbody", ...rows.map(([name, value]) => { const of = made("th", name); of.scope = "row";
+        if (value === undefined) of.colSpan = 2;
+        return made("tr", of, ...(value === undefined ? [] : [made("td", value)])); })))));
     byId("notes").textContent = `Step times are ${found.weakest_provenance} or better. ${found.completed} requests measured. ${warned}`;
   };
 

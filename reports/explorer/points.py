@@ -12,6 +12,8 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.compare.what_if import change_fields
+from eldr_sim.reports.cells import number
+from eldr_sim.simulator.outcome.result_parts import Figure, headline_of, parts_of
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.paths import known_names
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
@@ -27,11 +29,11 @@ FIELDS = (
 _REQUESTS, _WARMUP_S, _WINDOW_S = 240, 6.0, 4.0
 #: Rates of the curve, of the state's own.
 _RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
-_SHOWN = (
+#: What the curves and the plane are drawn of.
+_DRAWN = (
     "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms",
-    "median_ttft_ms", "median_tpot_ms", "request_goodput", "slo_attainment", "output_throughput",
-    "gpus", "cost_per_million_output_tokens", "completed", "failed", "mean_decode_batch",
-    "mean_active_experts_per_step", "weakest_provenance", "label",
+    "request_goodput", "slo_attainment", "output_throughput", "gpus",
+    "cost_per_million_output_tokens", "completed", "weakest_provenance", "label",
 )  # fmt: skip
 #: What has a slash and is no path, and what may stand between the parts of a text.
 _BANDWIDTH = re.compile(r"(?<![^\s=,:@+(])[\d.]+[kMGT]?i?B/s(?![^\s,:;@+)])")
@@ -199,22 +201,23 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
     except Exception as error:  # of any kind: the page goes on
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     summary = result.summary
-    found = {name: summary[name] for name in _SHOWN if name in summary}
-    found["rate"] = config.requests.request_rate
-    for metric in ("ttft_ms", "tpot_ms"):
-        times = result.requests.column(metric).filter(result.requests["measured"]).drop_null()
-        found |= _percentiles(metric, times.to_numpy())
+    found = {name: summary[name] for name in _DRAWN} | {"rate": config.requests.request_rate}
+    found["headline"] = [(figure.label, number(figure.value)) for figure in headline_of(summary)]
     if pictures:
+        found["parts"] = [
+            (part.title, [_shown(row) for row in part.rows]) for part in parts_of(summary)
+        ]
         found |= {"limits": summary.get("limits"), "warnings": warnings_of(summary)}
         found["pictures"] = _pictures(result)
     return found
 
 
-def _percentiles(metric: str, times: Any) -> dict[str, float | None]:
-    import numpy as np
-
-    found = np.percentile(times, (50, 90, 99)).tolist() if len(times) else [None] * 3
-    return {f"p{q}_{metric}": value for q, value in zip((50, 90, 99), found, strict=True)}
+def _shown(row: Figure | str) -> tuple[str, ...]:
+    """Return a row's cells as text; a remark is one cell."""
+    if isinstance(row, str):
+        return (row,)
+    value = row.value if isinstance(row.value, str) else number(row.value)
+    return f"{row.of}: {row.label}" if row.of else row.label.strip(), value
 
 
 def _pictures(result: Any) -> list[dict[str, Any]]:

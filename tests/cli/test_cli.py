@@ -73,6 +73,7 @@ def test_summary_is_golden(capsys):
         "total_input_tokens": 1000,
         "total_output_tokens": 51200,
         "request_throughput": 59.5,
+        "request_goodput": 59.0,
         "slo_attainment": 0.97,
         "slo_attainment_by_metric": {"ttft": 0.97},
         "limits": {"bottleneck": "prefill queue", "because": "a request waits 80 ms on average"},
@@ -89,6 +90,7 @@ def test_summary_is_golden(capsys):
         "p99_active_experts_per_step": 101.0,
         "expert_parallel_size": 1,
         "preemptions": 0,
+        "gpus": 24,
         "gpu_hours_per_million_output_tokens": 0.22,
         "cost_per_million_output_tokens": 0.55,
         "weakest_provenance": "imported",
@@ -109,6 +111,7 @@ def test_summary_is_golden(capsys):
                 {
                     "event": "decode:3 dies at 60 s, back after 30 s",
                     **{f"goodput_{when}": 30.0 for when in ("before", "during", "after")},
+                    **{f"attainment_{when}": 0.5 for when in ("before", "during", "after")},
                     "time_to_recover_s": None,
                 }
             ],

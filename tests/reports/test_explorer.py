@@ -17,6 +17,7 @@ from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.reports.explorer.points import around, command_of, config_of, plane
 from eldr_sim.reports.explorer.server import Explorer
+from eldr_sim.simulator.outcome.result_parts import headline_of, parts_of
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
@@ -123,16 +124,20 @@ def test_a_state_s_stream_is_its_run(site):
     assert (kinds.count("curve"), kinds.count("plane"), kinds.count("pictures")) == (8, 16, 1)
     summary = simulate(from_command(lines[0]["command"])).summary
     point = lines[1]
-    for name in ("median_ttft_ms", "median_tpot_ms", "request_goodput", "slo_attainment",
+    for name in ("p50_ttft_ms", "p50_tpot_ms", "request_goodput", "slo_attainment",
                  "cost_per_million_output_tokens", "completed"):  # fmt: skip
         assert point[name] == summary[name]
     assert point["p50_ttft_ms"] == pytest.approx(summary["median_ttft_ms"])
     assert point["p99_tpot_ms"] == pytest.approx(summary["p99_tpot_ms"])
     same = next(line for line in lines if line["kind"] == "curve" and line["rate"] == 20)
     assert same["p99_ttft_ms"] == point["p99_ttft_ms"]
+    headline = [figure.label for figure in headline_of(summary)]
+    assert [label for label, _ in point["headline"]] == headline
+    (parts,) = (line["parts"] for line in lines if line["kind"] == "pictures")
+    assert [title for title, _ in parts] == [part.title for part in parts_of(summary)]
     (pictures,) = (line["pictures"] for line in lines if line["kind"] == "pictures")
-    parts = next(picture for picture in pictures if picture["title"] == "Parts of TPOT")
-    whole = sum(trace["y"][0] for trace in parts["data"])
+    of_tpot = next(picture for picture in pictures if picture["title"] == "Parts of TPOT")
+    whole = sum(trace["y"][0] for trace in of_tpot["data"])
     # Parts below 0, of unequal lengths, have no bar.
     assert summary["mean_tpot_ms"] <= whole * (1 + 1e-9) < 1.01 * summary["mean_tpot_ms"]
 

@@ -20,11 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.cli.console import print_summary
 from eldr_sim.errors import InputError
 from eldr_sim.reports.cells import number
 from eldr_sim.reports.figures import pick, pictures_of
 from eldr_sim.reports.page import report, write_report
 from eldr_sim.reports.run_pictures import mean_in_phase
+from eldr_sim.simulator.outcome.catalogue import LATENCIES
+from eldr_sim.simulator.outcome.result_parts import parts_of
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -96,7 +99,9 @@ def test_every_number_of_a_runs_tables_is_the_sources(pages, report_folders):
             assert cell.text == number(value)
     figures = {
         row[0].text: float(row[1].attributes["data-value"])
-        for row in tables["Throughput, goodput and cost"][1:]
+        for part in ("Run", "Memory and cost")
+        for row in tables[part][1:]
+        if "data-value" in row[1].attributes
     }
     assert figures["Request goodput (req/s)"] == summary["request_goodput"]
     assert figures["SLO attainment"] == summary["slo_attainment"]
@@ -107,9 +112,33 @@ def test_every_number_of_a_runs_tables_is_the_sources(pages, report_folders):
     assert fields["goodput"] == "ttft 500, tpot 40"
 
 
+def test_a_page_has_every_figure_that_the_terminal_prints(tmp_path, capsys):
+    config = {
+        **SHORT, "topology": "2C", "workload": "chat", "sessions": 3, "goodput": "ttft:500",
+        "kv_tier": "host:8GB,load=20GB/s", "autoscale": "hpa", "price_per_gpu_hour": 2.0,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "acceptance": 1.5},
+    }  # fmt: skip
+    config = {n: v for n, v in config.items() if n not in ("num_requests", "duration", "warmup")}
+    result = simulate(make_config(config))
+    write_result(result, tmp_path / "run")
+    tables = Page(report([tmp_path / "run"])).tables()
+    print_summary(result.summary)
+    printed = capsys.readouterr().out
+    titles = [part.title for part in parts_of(result.summary)]
+    assert {"Sessions", "Speculative Decoding", "Workers over time"} <= set(titles)
+    latencies = {metric.heading for metric in LATENCIES.values()}
+    for part in parts_of(result.summary):
+        rows = [row for row in part.rows if not isinstance(row, str)]
+        assert all(f"{row.label}:" in printed for row in rows)
+        if part.title not in {"What limits it", "Rests on", *latencies}:  # elsewhere on the page
+            assert [row.label.strip() for row in rows] == [
+                r[0].text for r in tables[part.title][1:]
+            ]
+
+
 def test_runs_stand_side_by_side(pages, report_folders):
     tables = pages["two"].tables()
-    head, *rows = tables["Throughput, goodput and cost"]
+    head, *rows = tables["Decode steps"]
     assert [cell.text for cell in head] == ["figure", "jsq", "eldr"]
     experts = next(row for row in rows if row[0].text == "Mean activated experts per step")
     for cell, name in zip(experts[1:], ("jsq", "eldr"), strict=True):
@@ -315,8 +344,8 @@ def test_a_run_in_which_nothing_completes_has_a_page(tmp_path):
     config = {**SHORT, "topology": "1P1D", "num_requests": 3, "output_len": 1_000_000}
     write_result(simulate(make_config({**config, "warmup": 0})), tmp_path / "run")
     page = Page(report([tmp_path / "run"]))
-    rows = page.tables()["Requests that did not complete"]
-    assert [cell.text for cell in rows[1]] == ["run", "exceeds_max_model_len", "3"]
+    rows = [[cell.text for cell in row] for row in page.tables()["Run"]]
+    assert ["exceeds_max_model_len", "3"] in rows
     assert page.pictures()["Distribution of TTFT"] is None
     assert next(page.root.all("figure")).text.strip().endswith("no value is known.")
     cells = page.tables()["Latencies of completed requests, ms"][1]
