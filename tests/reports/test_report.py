@@ -116,7 +116,8 @@ def test_a_page_has_every_figure_that_the_terminal_prints(tmp_path, capsys):
     config = {
         **SHORT, "topology": "2C", "workload": "chat", "sessions": 3, "goodput": "ttft:500",
         "kv_tier": "host:8GB,load=20GB/s", "autoscale": "hpa", "price_per_gpu_hour": 2.0,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "acceptance": 1.5},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                               "synthetic_acceptance_length": 1.5},
     }  # fmt: skip
     config = {n: v for n, v in config.items() if n not in ("num_requests", "duration", "warmup")}
     result = simulate(make_config(config))
