@@ -92,7 +92,8 @@ def test_refusals_of_loads_and_policies_come_before_routing(fields, monkeypatch,
     for name, text in (("bad", "a,b\n1,2\n"), ("empty", LOG[:40]), ("log", LOG)):
         (tmp_path / f"{name}.csv").write_text(text)
     monkeypatch.setattr(run_routing, "drawn_trace", drawn)
-    monkeypatch.setattr(prepare, "trace_of", run_routing.trace_of if "trace" in fields else drawn)
+    if "trace" not in fields:
+        monkeypatch.setattr(prepare, "trace_of", drawn)
     given = {"topology": "1P1D", "policy": "jsq"} | fields
     with pytest.raises(InputError):
         run.simulate(make_config(given))
