@@ -263,7 +263,7 @@ def run(
     ``config``: what options override; None: the defaults; ``progress``: whether to show how far it
     is; None: on a terminal and in a notebook; ``backend``: ``simpy`` runs the model as SimPy
     processes, with ``workers`` in place of a pool's (``{"decode": MyDecoder}``,
-    docs/change_engine.md); ``options``: those of the command; a mapping for the
+    docs/engines.md); ``options``: those of the command; a mapping for the
     workers of a pool (``decode={"gpu": "H200"}``) and for a policy (``policy={"name": "eldr",
     "tau": 0.2}``). Raises InputError if anything does not exist or does not fit together.
 
@@ -350,7 +350,7 @@ def what_if(
 
 
 class Simulation(simulation.Simulation):
-    """One run whose time SimPy processes share (docs/simulation.md).
+    """One run whose time SimPy processes share (docs/python.md).
 
     ``arrivals``: whether the configuration's load arrives. Without it all requests come from
     processes, and each that arrives after the warm-up is measured; ``prefixes``: whether these

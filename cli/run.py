@@ -19,8 +19,8 @@ from eldr_sim.errors import InputError
 
 _BACKENDS = (
     "Compiled code, or the same model as SimPy processes, to be read and changed "
-    "(docs/change_engine.md); vllm: those processes with the scheduler and KV manager of the "
-    "installed vLLM in each worker, slower (docs/engine_code.md)."
+    "(docs/engines.md); vllm: those processes with the scheduler and KV manager of the "
+    "installed vLLM in each worker, slower (docs/engines.md)."
 )
 
 

@@ -55,7 +55,7 @@ def run(
     """Run each FIGURE of STUDY.yaml, or all.
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV, and claims.csv
-    has the verdicts. docs/studies.md describes the file; studies/eldr/study.yaml is an example."""
+    has the verdicts. docs/sweeps.md describes the file; studies/eldr/study.yaml is an example."""
     content = read_study(file).shortened(quick)
 
     def known(progress: Progress) -> tuple[Runner, Known]:

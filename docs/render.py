@@ -172,6 +172,16 @@ def chosen(rows: list[Row]) -> list[Row]:
     return [r for r in rows if r["shown"] or r["direction"] in ("contradicts", "no effect")]
 
 
+def studies(_: str, rows: list[Row]) -> str:
+    """Return the studies that have claims, with the title of each and how many agree."""
+    lines = [["study", "page", "claims"], ["---"] * 3]
+    for study in sorted({row["page"] for row in rows}):
+        title = home(study).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        own = [row for row in rows if row["page"] == study]
+        lines.append([f"`{study}`", title, summary(own)])
+    return markdown(lines)
+
+
 def data(name: str, _: list[Row]) -> str:
     """Return a table of ``docs/data``."""
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
@@ -252,7 +262,7 @@ def checked(which: str, rows: list[Row]) -> str:
 
 KINDS: dict[str, Callable[[str, list[Row]], str]] = {
     "claims": claims, "data": data, "commands": commands, "python": python, "formats": formats,
-    "checked": checked,
+    "checked": checked, "studies": studies,
 }  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def simulate(
     ``progress``: called with the share of measured requests that have ended, 0 to 1; ``backend``:
     ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm``, the reference model
     with the installed vLLM's scheduler in each worker; ``workers``: for ``simpy``, the class of a
-    pool's workers, by the pool's name (docs/change_engine.md)."""
+    pool's workers, by the pool's name (docs/engines.md)."""
     return result_of(config, *_run(config, progress, backend, workers), backend=backend)
 
 

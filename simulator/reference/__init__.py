@@ -20,4 +20,4 @@ Read it in this order, which is the life of a request:
 
 Step times, policies and requests are the objects that the compiled plane uses. Change an engine by
 a subclass: `simulate(config, backend="simpy", workers={"decode": MyDecoder})`, see
-``docs/change_engine.md``. Equality is tested in ``tests/simulator/test_engine.py``."""
+``docs/engines.md``. Equality is tested in ``tests/simulator/test_engine.py``."""

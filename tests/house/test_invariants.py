@@ -9,7 +9,7 @@ ROW = re.compile(r"^\| (INV-\d+) \| .+ \| `(\S+)` \| `(\S+)::(\w+)` \|$", re.MUL
 
 
 def test_every_invariant_is_kept_and_held():
-    page = (ROOT / "docs/invariants.md").read_text()
+    page = (ROOT / "simulator/INVARIANTS.md").read_text()
     rows = ROW.findall(page)
     assert [number for number, *_ in rows] == [f"INV-{i + 1}" for i in range(page.count("| INV-"))]
     problems = []

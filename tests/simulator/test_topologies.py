@@ -20,7 +20,7 @@ BASE = {
     "trace": "reference-moe", "policy": "jsq", "num_requests": 150, "request_rate": 60,
     "warmup": 1, "output_len": 24, "prefill_policy": "round_robin",
 }  # fmt: skip
-PAGE = (ROOT / "docs" / "topologies.md").read_text()
+PAGE = (ROOT / "docs" / "parallelism.md").read_text()
 EXAMPLE = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
@@ -61,7 +61,7 @@ def test_the_example_of_the_page_runs_as_it_stands(run_cli, tmp_path, monkeypatc
     Path("docs").mkdir()
     Path("docs/cluster.yaml").write_text(EXAMPLE)
     assert yaml.safe_load((ROOT / "docs" / "cluster.yaml").read_text()) == yaml.safe_load(EXAMPLE)
-    command = re.search(r"eldr-sim (run .*)", PAGE)[1].split()
+    command = re.search(r"eldr-sim (run --topology docs/cluster.*)", PAGE)[1].split()
     code, out, err = run_cli(*command, "--duration", "2", "--out", "result")
     assert code == 0, err
     assert "1 decode-h200" in out

@@ -1,4 +1,4 @@
-"""Format of a recorded run of a live vLLM; see ``docs/formats.md`` (live campaign)."""
+"""Format of a recorded run of a live vLLM; see ``validation/live/README.md``."""
 
 from dataclasses import dataclass
 from pathlib import Path

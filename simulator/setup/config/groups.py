@@ -329,7 +329,7 @@ class StepConfig(Fields):
     """Folder of latency tables, which take precedence over the embedded ones."""
     calibration: Annotated[PathText | None, Option(metavar="FILE", path="file")] = None
     """File of ``eldr-sim calibrate``: constants fitted to your own runs, of the model and GPU that
-    it names (docs/calibrate.md)."""
+    it names (docs/live.md)."""
     moe_dp_chunk_size: Annotated[int | None, Option(unit="tokens")] = Field(
         default=None, ge=1, le=2**20
     )

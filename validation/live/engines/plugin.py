@@ -1,8 +1,8 @@
 """vLLM plug-in that times every step of an engine if ``ELDR_SIM_TIMING`` names a folder.
 
 vLLM loads it in each of its processes through the entry-point group ``vllm.general_plugins``.
-Without the variable `register` returns at once and imports nothing. ``docs/formats.md`` (live
-campaign) describes the two files that it writes.
+Without the variable `register` returns at once and imports nothing.
+``validation/live/README.md`` describes the two files that it writes.
 
 Steps with a request whose name begins with ``forced-`` are for calibration: their routing is
 replaced by random choices from a set of experts, whose size cycles through :data:`FORCED_LEVELS`

@@ -1,6 +1,6 @@
 """Comparison of recorded live runs with their simulations: errors per step, request and component.
 
-``docs/formats.md`` (live campaign) says what :class:`LiveComparison` holds: errors are ``100 *
+``validation/live/README.md`` says what :class:`LiveComparison` holds: errors are ``100 *
 (simulated / live - 1)``, in %; a missing figure is None. Of its tables ``requests`` has the row of
 ``requests.parquet`` as ``request`` and a null TPOT where a request has one token, ``gaps`` those
 between tokens, pooled."""

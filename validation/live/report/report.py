@@ -1,4 +1,4 @@
-"""Report of a campaign: live runs, simulations and errors, as ``docs/formats.md`` says."""
+"""Report of a campaign: live runs, simulations, errors (``validation/live/README.md``)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
