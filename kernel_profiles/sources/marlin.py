@@ -76,7 +76,7 @@ def derive_marlin_table(
             shape=shape,
             dtype=_DTYPE,
             kernel_source="vllm marlin mxfp4, carried over from a layer of 896 experts",
-            framework=f"vllm {_VERSION}",
+            framework=f"vllm {_VERSION} marlin",  # not the name of the later kernel's table
             provenance="derived",
             origin=f"{file.origin}, rows of {row.kernel_source}",
             device=str(row.device),

@@ -20,8 +20,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
+from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.sources.packages import SYSTEMS, packages
-from eldr_sim.kernel_profiles.tables.format import load_table
+from eldr_sim.kernel_profiles.tables.format import load_table, save_tables
 
 
 def write_tables(folder: Path) -> list[Path]:
@@ -36,6 +37,7 @@ def write_tables(folder: Path) -> list[Path]:
         written |= dict.fromkeys(import_tables(gpu, None, folder, version="0.24"))
     for line in lines:
         written |= dict.fromkeys(line_tables(line, folder))
+    written |= dict.fromkeys(marlin_tables(folder))
     for path in written:
         metadata = load_table(path).metadata
         engine = metadata.framework.split()[0]
@@ -63,6 +65,16 @@ def line_tables(line: Mapping[str, str], folder: Path) -> Iterator[Path]:
         except InputError as error:
             if error.field != "tensor_parallel_size":  # FP8 blocks cannot be cut so
                 raise
+
+
+def marlin_tables(folder: Path) -> list[Path]:
+    """Write GPT-OSS's tables of Marlin's kernel on Hopper, derived from those of another layer."""
+    derived = []
+    for gpu in ("H100", "H200"):
+        for name, sizes in (("GPT-OSS-20B", (1,)), ("GPT-OSS-120B", (1, 2, 4, 8))):
+            model = load_model(name)
+            derived += [derive_marlin_table(gpu, model, Parallelism(size)) for size in sizes]
+    return save_tables(derived, folder)
 
 
 def _model(name: str) -> ModelDims:

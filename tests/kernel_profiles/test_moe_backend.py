@@ -1,8 +1,10 @@
 """Which kernel computes the experts: what a refusal lists works, and what it asks for, too."""
 
+import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
@@ -13,17 +15,20 @@ def made(model, gpu, **options):
     return build_step_time_model(model, gpu, **SIZES, **options)
 
 
-@pytest.mark.parametrize("model", ["GPT-OSS-120B", "Qwen3-30B-A3B"])
-def test_a_refused_kernel_lists_those_that_have_rows(model):
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [("GPT-OSS-120B", "B200"), ("GPT-OSS-120B", "A100"), ("Qwen3-30B-A3B", "H100")],
+)
+def test_a_refused_kernel_lists_those_that_have_rows(model, gpu):
     with pytest.raises(InputError) as refused:
-        made(model, "H100", moe_backend="marlin")
+        made(model, gpu, moe_backend="marlin")
     said = str(refused.value)
-    assert f"no rows of marlin's kernel for {model} on H100" in said
+    assert f"no rows of marlin's kernel for {model} on {gpu}" in said
     assert "--tables DIR with rows of that kernel: docs/tables.md" in said
     listed = said.split("(allowed: ")[1].split(", or --tables")[0].split(", ")
     assert "auto" in listed
     for backend in listed:
-        kernel = made(model, "H100", moe_backend=backend).provenance["moe"]["kernel_source"]
+        kernel = made(model, gpu, moe_backend=backend).provenance["moe"]["kernel_source"]
         assert backend == "auto" or backend in kernel.lower()
 
 
@@ -35,6 +40,25 @@ def test_marlin_has_rows_where_the_page_says(model, gpu):
     assert "marlin" in found.provenance["moe"]["kernel_source"]
 
 
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("GPT-OSS-20B", (1,)), ("GPT-OSS-120B", (1, 2, 4, 8))]
+)
+def test_marlin_of_gpt_oss_on_hopper_is_derived_and_named(model, sizes, gpu):
+    """It is asked for by name alone: ``auto`` takes the imported rows of the later kernel."""
+    for size in sizes:
+        layout = Parallelism(size)
+        usual = made(model, gpu, parallelism=layout)
+        found = made(model, gpu, parallelism=layout, moe_backend="marlin")
+        said = found.provenance["moe"]
+        assert said["label"] == "derived"
+        assert "marlin" in said["kernel_source"]
+        assert "marlin" not in usual.provenance["moe"]["kernel_source"]
+        assert usual.provenance["moe"]["label"] == "imported"
+        wide = np.full(found.n_moe_layers, 32 if model.endswith("20B") else 128)
+        assert found.decode_s(wide, 64, 100.0) > usual.decode_s(wide, 64, 100.0)
+
+
 def test_a_table_of_marlin_makes_the_refused_run_possible():
     (name,) = [
         one for one in shipped_tables()
@@ -43,6 +67,6 @@ def test_a_table_of_marlin_makes_the_refused_run_possible():
         and one.metadata.shape["n_experts"] == 128
     ]  # fmt: skip
     table = name.load()
-    own = type(table)(table.metadata.model_copy(update={"gpu": "H100"}), table.columns)
-    found = made("GPT-OSS-120B", "H100", moe_backend="marlin", tables=[own])
+    own = type(table)(table.metadata.model_copy(update={"gpu": "B200"}), table.columns)
+    found = made("GPT-OSS-120B", "B200", moe_backend="marlin", tables=[own])
     assert "marlin" in found.provenance["moe"]["kernel_source"]
