@@ -25,6 +25,14 @@ SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
 BITSETS, FITS, NUMBA, TABLES, TRACES = "bitsets", "fits", "numba", "tables", "traces"
 _LIMITED = BITSETS, FITS, TABLES, TRACES  # compiled code is small, and slow to make
 
+#: What each part is for, and what it costs to make again.
+PURPOSES = {
+    BITSETS: "routing in the form that runs read, made of a trace in a second",
+    FITS: "signatures of ELDR and other policies, fitted to a trace in seconds",
+    NUMBA: "the simulator as machine code, compiled in a minute or two",
+    TABLES: "kernel tables taken from an installed aiconfigurator",
+    TRACES: "routing drawn for a model that has no recording, in seconds to a minute",
+}
 #: What lies in each part of the folder, finished or left by a killed process. Nothing else is
 #: touched: the variable may name a folder with other things in it.
 _OURS = {
@@ -34,7 +42,7 @@ _OURS = {
     TABLES: ("*/*.parquet",),
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }
-_DEFAULT_LIMIT = 2 << 30
+_DEFAULT_LIMIT = 1 << 30
 _ABANDONED_S = 24 * 3600.0  # nobody is still writing an unfinished file of this age
 
 _warned = False
@@ -209,16 +217,17 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
 
 
 def keep_folder(
-    part: str, name: str, write: Callable[[Path], object], doing: str = "drawing routing"
+    part: str, name: str, write: Callable[[Path], object], doing: str = ""
 ) -> Path | None:
     """Make a folder of the cache by ``write``, whole or not at all, and make room for it; one made
-    meanwhile stays. Returns its path, or None, after a warning. ``doing``: what is said of it."""
+    meanwhile stays. Returns its path, or None, after a warning. ``doing``: what is told first."""
     limit = size_limit()
     place = writable_folder(part)
     if place is None:
         return None
     path, temporary = place / name, place / f".{name}-{os.getpid()}"
-    tell(f"{doing}, once on this machine: {name.rpartition('-')[0]}")
+    if doing:
+        tell(doing)
     try:
         with closed_to_others():
             write(temporary)
@@ -234,13 +243,14 @@ def keep_folder(
 
 
 def _make_room(new: Path, limit: int) -> None:
-    """Remove the files used longest ago until the limit is kept, but never ``new``."""
+    """Remove files until the limit is kept, but never ``new``: bit sets first, which take a second
+    to make, of each part those used longest ago."""
     found = [file for part in _LIMITED for file in _files(new.parents[1], part)]
     abandoned = time.time() - _ABANDONED_S
     gone = [file for file in found if file.unfinished and file.used_s < abandoned]
     finished = [file for file in found if not file.unfinished]
     left = sum(file.size for file in finished)
-    for file in sorted(finished, key=lambda file: file.used_s):
+    for file in sorted(finished, key=lambda file: (file.part != BITSETS, file.used_s)):
         if left > limit and new not in (file.path, file.path.parent):
             gone.append(file)
             left -= file.size

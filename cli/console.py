@@ -52,18 +52,32 @@ class _Lines:
         self._next = self._start + self._every_s
         self._first: tuple[float, float] | None = None
         self._doing, self._over = "", threading.Event()
+        self._begun, self._share = self._start, 0.0
 
-    def say(self, what: str) -> None:
-        """Say what begins; until there are figures, every ten seconds that it goes on."""
+    def say(self, what: str, share: float | None = None) -> None:
+        """Say what begins; until there are figures, every ten seconds which share of it is done."""
+        self._share = share or 0.0
+        if what == self._doing:
+            return
+        begins_first = not self._doing
+        self._doing, self._begun = what, time.monotonic()
         self._echo(f"{self._title}: {what}")
-        if not self._doing:
+        if begins_first:
             threading.Thread(target=self._go_on, name=f"{HARMLESS}progress", daemon=True).start()
-        self._doing = what
 
     def _go_on(self) -> None:
         while not self._over.wait(_LINE_EVERY_S) and self._first is None:
-            so_far = time.monotonic() - self._start
-            self._echo(f"{self._title}: {self._doing}, {so_far:.0f} s so far")
+            self._echo(f"{self._title}: {self._so_far()}")
+
+    def _so_far(self) -> str:
+        """Return what is being done, for how long, and how long it may still take."""
+        now = time.monotonic()
+        doing, so_far = now - self._begun, now - self._start
+        if not 0.0 < self._share < 1.0:
+            return f"{self._doing}, {so_far:.0f} s so far"
+        left = doing * (1.0 - self._share) / self._share
+        done = f"{100 * self._share:.0f}% done"
+        return f"{self._doing}: {done}, {so_far:.0f} s so far, about {left:.0f} s left"
 
     def _echo(self, text: str) -> None:
         click.echo(text, err=True)
@@ -170,8 +184,9 @@ def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callabl
                 lines.update(share, said)
             progress.update(task, description=title, **now)
 
-        def show(what: str) -> None:
-            progress.update(task, description=f"{title}: {what}")
+        def show(what: str, share: float | None = None) -> None:
+            done = "" if share is None else f": {100 * share:.0f}% done"
+            progress.update(task, description=f"{title}: {what}{done}")
 
         try:
             with listening(show if lines is None else lines.say):

@@ -337,29 +337,47 @@ def _still_missing(
     )
 
 
-@click.group(short_help="Show or clear the cache folder.")
-def cache() -> None:
-    """The folder where drawn traces, bit sets, fits and compiled code are kept."""
+@click.group(invoke_without_command=True, short_help="Show or clear the cache folder.")
+@click.pass_context
+def cache(context: click.Context) -> None:
+    """Show the folder where drawn traces, bit sets, fits and compiled code are kept."""
+    if context.invoked_subcommand is None:
+        context.invoke(info)
+
+
+#: What the parts of the cache are called.
+_PARTS = {
+    user_cache.BITSETS: "bit sets",
+    user_cache.FITS: "fits",
+    user_cache.NUMBA: "compiled code",
+    user_cache.TABLES: "imported tables",
+    user_cache.TRACES: "drawn traces",
+}
 
 
 @cache.command()
 def info() -> None:
-    """Show the cache folder, what is in it, and how large it may grow."""
+    """Show the cache folder, what each part is for, its files, and how large it may grow."""
     limit = user_cache.size_limit()
     files = user_cache.files()
+    click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
+    click.echo(
+        f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files; all but "
+        f"compiled code at most {_megabytes(limit)} MB ({user_cache.SIZE_VARIABLE}), then those "
+        "used longest ago go"
+    )
+    click.echo("Remove: eldr-sim cache clear; all can be made again, with the same results")
+    click.echo()
+    parts = []
+    for part, what in _PARTS.items():
+        sizes = [file.size for file in files if file.part == part]
+        parts.append([what, str(len(sizes)), _megabytes(sum(sizes)), user_cache.PURPOSES[part]])
+    print_table("Parts", ["part", "files", "MB", "what it is for"], parts)
     rows = [
         [_name(file), _megabytes(file.size), strftime("%Y-%m-%d %H:%M", localtime(file.used_s))]
         for file in files
         if file.part != user_cache.NUMBA
     ]
-    compiled = [file.size for file in files if file.part == user_cache.NUMBA]
-    if compiled:
-        rows.append([f"compiled code, {len(compiled)} files", _megabytes(sum(compiled)), ""])
-    click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
-    click.echo(
-        f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of "
-        f"traces, bit sets and fits at most {_megabytes(limit)} MB"
-    )
     if rows:
         click.echo()
         print_table("Files", ["file", "MB", "last used"], rows)
@@ -370,14 +388,7 @@ def clear() -> None:
     """Remove what eldr-sim put into the cache folder; it is made anew when it is needed."""
     removed = user_cache.clear()
     size = sum(file.size for file in removed)
-    parts = {
-        user_cache.BITSETS: "bit sets",
-        user_cache.FITS: "fits",
-        user_cache.NUMBA: "compiled code",
-        user_cache.TABLES: "imported tables",
-        user_cache.TRACES: "drawn traces",
-    }
-    for part, what in parts.items():
+    for part, what in _PARTS.items():
         files = [file for file in removed if file.part == part]
         if files:
             click.echo(f"Removed {what}: {len(files)} files, {sum(f.size for f in files)} bytes")

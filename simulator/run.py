@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import version
@@ -160,6 +161,21 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     """Return what a run reads; what its requests, policies, faults and autoscaler are refused for
     is found before routing is drawn."""
     return prepare(config, partial(_check_without_routing, config))
+
+
+class _Checked(Exception):
+    """All that is checked without routing has been checked."""
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise InputError for what a run would be refused for, without drawing its routing."""
+
+    def check(prepared: PreparedRun) -> None:
+        _check_without_routing(config, prepared)
+        raise _Checked
+
+    with suppress(_Checked):
+        prepare(config, check)
 
 
 def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:

@@ -35,7 +35,8 @@ def cached_tables(
                     gpu, model, folder, parallelism, (model.kv_cache_dtype,), whose, version
                 )
 
-        found = cache.keep_folder(cache.TABLES, name, write, "importing kernel tables")
+        doing = f"importing kernel tables of {model.name} on {gpu}, once on this machine"
+        found = cache.keep_folder(cache.TABLES, name, write, doing)
     if found is None or not any(found.glob("*.parquet")):
         return ()
     tables = load_tables(found)

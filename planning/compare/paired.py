@@ -10,6 +10,7 @@ from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.simulator.outcome.catalogue import Headline, headline_tags, label, number
+from eldr_sim.simulator.run import check_run
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 MOST_SEEDS = 10_000
@@ -82,6 +83,8 @@ def run_paired(
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")
     within("seeds", n_seeds, MOST_SEEDS)
+    for config in configs.values():  # before anything waits
+        check_run(config)
     seeds = {
         name: [with_seed(config, i) for i in range(n_seeds)] for name, config in configs.items()
     }

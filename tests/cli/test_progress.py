@@ -35,3 +35,41 @@ def test_a_short_task_says_nothing(clock, capsys):
         clock[0] += 15.0
         update(0.75)
     assert capsys.readouterr().err == "what-if: 75% done, 15 s so far, about 15 s left\n"
+
+
+def test_what_is_prepared_says_its_share_and_the_time_left(clock, capsys):
+    """Once when it begins, and every ten seconds with its share: from its own start."""
+    lines = console._Lines("run")
+    lines._over.set()  # no thread: the test looks itself
+    lines.say("drawing", None)
+    clock[0] = 5.0
+    lines.say("compiling", 0.0)
+    clock[0] = 15.0
+    for share in (0.1, 0.25):
+        lines.say("compiling", share)
+    assert capsys.readouterr().err.splitlines() == ["run: drawing", "run: compiling"]
+    assert lines._so_far() == "compiling: 25% done, 15 s so far, about 30 s left"
+
+
+def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_path):
+    from eldr_sim.news import listening
+    from eldr_sim.traces.routing.synthetic import drawn
+
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path))
+    told = []
+    monkeypatch.setattr(drawn, "SERVING", 40)
+    monkeypatch.setattr(drawn, "CALIBRATION", 8)
+    with listening(lambda what, share: told.append((what, share))):
+        trace = drawn.drawn_trace("Qwen3-30B-A3B", drawn.Shape(2, 128, 8), (("code", 1.0),))
+        assert trace.for_calibration.is_calibration.all()
+    whats = list(dict.fromkeys(what for what, _ in told))
+    assert [what.split()[2] for what in whats] == ["serving", "calibration"]
+    for each in whats:
+        shares = [share for what, share in told if what == each]
+        assert shares[0] is None
+        assert shares[1:] == sorted(shares[1:])
+        assert shares[-1] == 1.0
+    assert trace.bits.size
+    assert len(list((tmp_path / "bitsets").iterdir())) == 1
+    assert trace.for_calibration.bits.size  # fits are kept, and these are made again
+    assert len(list((tmp_path / "bitsets").iterdir())) == 1

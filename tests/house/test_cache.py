@@ -53,7 +53,10 @@ def test_a_drawn_trace_makes_room_and_goes_when_it_is_the_oldest(home, monkeypat
     assert names() == {"experts.npy", "new.bits"}
     os.utime(place / "experts.npy", (time.time() - 50,) * 2)
     keep("newer.bits", 400)
-    assert names() == {"new.bits", "newer.bits"}
+    assert names() == {"experts.npy", "newer.bits"}  # bit sets go first, however old it is
+    cache.keep_folder(cache.TRACES, "b", write)
+    assert [path.name for path in (home / "traces").glob("*/*.npy")] == ["experts.npy"]
+    assert not (place / "experts.npy").exists()
 
 
 def test_a_folder_that_another_process_made_first_is_taken(home):
@@ -129,6 +132,28 @@ def test_those_used_longest_ago_go(home, monkeypatch):
     assert names() == {"a.bits", "e.bits"}
 
 
+def test_bit_sets_go_before_traces_that_are_older(home, monkeypatch):
+    """The limit holds for traces, too; what takes a second to make goes first."""
+    monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", "350")
+    for name in ("t", "u"):
+        cache.keep_folder(cache.TRACES, name, lambda folder: _write_trace(folder, 100))
+        for file in (home / "traces" / name).iterdir():
+            os.utime(file, (time.time() - 100,) * 2)
+    keep("a.bits", age_s=50)
+    keep("b.bits", age_s=40)
+    assert names() == {"experts.npy", "b.bits"}
+    assert len(list((home / "traces").glob("*/experts.npy"))) == 2
+    cache.keep_folder(cache.TRACES, "v", lambda folder: _write_trace(folder, 300))
+    assert names() == {"experts.npy"}
+    kept = [path.parent.name for path in (home / "traces").glob("*/experts.npy")]
+    assert kept == ["v"]
+
+
+def _write_trace(folder, size):
+    folder.mkdir()
+    (folder / "experts.npy").write_bytes(bytes(size))
+
+
 def test_the_new_file_stays_however_large(home, monkeypatch):
     monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", "0")
     keep("a.bits", age_s=-3600)  # a clock that was ahead
@@ -170,7 +195,7 @@ def test_info_and_clear_of_no_cache(home, run_cli):
     assert (code, err) == (0, "")
     assert f"Folder: {home}\n" in out
     assert "0.0 MB in 0 files" in out
-    assert "2147.5 MB" in out
+    assert "1073.7 MB" in out
     assert run_cli("cache", "clear")[1] == f"Removed 0 files, 0 bytes, from {home}\n"
     assert not home.exists()
 
@@ -190,7 +215,9 @@ def test_clear_removes_what_is_ours_and_nothing_else(home, tmp_path, run_cli):
     (home / "bitsets" / "link.bits").symlink_to(elsewhere / "c.bits")
     _, out, _ = run_cli("cache", "info")
     assert re.search(r"a\.bits +2\.0 ", out)
-    assert "compiled code, 3 files" in out
+    assert re.search(r"compiled code +3 ", out)
+    assert all(purpose in out for purpose in cache.PURPOSES.values())
+    assert run_cli("cache")[1] == out
     code, out, err = run_cli("cache", "clear")
     assert (code, err) == (0, "")
     link = len(str(elsewhere / "c.bits"))

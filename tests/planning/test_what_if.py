@@ -88,9 +88,9 @@ def test_a_redundant_expert_is_priced_in_kv_blocks():
 
 def test_pairs_share_their_luck_and_changes_stand_alone():
     evaluate = Analytic()
-    base = make_config(BASE | {"policy": "jsq", "gpu_memory_utilization": 0.5, "seed": 3})
+    base = make_config(BASE | {"policy": "jsq", "gpu_memory_utilization": 0.85, "seed": 3})
     found = what_if(
-        base, ["policy=eldr", "gpu_memory_utilization=0.55"], evaluate, n_seeds=4, together=True
+        base, ["policy=eldr", "gpu_memory_utilization=0.935"], evaluate, n_seeds=4, together=True
     )
     asked = [
         (c.policies.policy, c.engine.gpu_memory_utilization, c.requests.seed)
@@ -98,16 +98,16 @@ def test_pairs_share_their_luck_and_changes_stand_alone():
     ]
     assert asked == [
         (policy, share, seed)
-        for policy, share in (("jsq", 0.5), ("eldr", 0.5), ("jsq", 0.55), ("eldr", 0.55))
+        for policy, share in (("jsq", 0.85), ("eldr", 0.85), ("jsq", 0.935), ("eldr", 0.935))
         for seed in (3, 4, 5, 6)
     ]
     effects = {c.name: {e.metric: e for e in c.effects} for c in found.changes}
     for name, percent in (
         ("policy=eldr", -10.0),
-        ("gpu_memory_utilization=0.55", 10.0),
+        ("gpu_memory_utilization=0.935", 10.0),
         (None, -1.0),
     ):
-        effect = effects[name or "policy=eldr gpu_memory_utilization=0.55"]["median_tpot_ms"]
+        effect = effects[name or "policy=eldr gpu_memory_utilization=0.935"]["median_tpot_ms"]
         # The luck is the same on both sides of a pair, so no spread is left.
         assert (effect.percent, effect.low, effect.high) == pytest.approx((percent,) * 3)
         assert effect.mean == pytest.approx(effect.reference_mean * (1 + percent / 100))
@@ -319,3 +319,23 @@ def test_compare_of_values_takes_no_other_comparison(run_cli):
     assert "drafts: beside values of topology" in errors
     _, _, errors = run_cli("compare", "--topology", "2C,1P1D", "--vary", "topology=2C,3C")
     assert "topology: in --vary and in --topology" in errors
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": ["Qwen3-30B-A3B", "Qwen3-31B"]}, "unknown model 'Qwen3-31B': did you mean"),
+        ({"gpu": ["H100", "H1OO"]}, "gpu"),
+        ({"fail": ["decode:1@1s", "decode:9@1s"]}, "no such worker"),
+        ({"decode.gpu": ["H100", "L4"]}, "L4 holds 23.7 GB"),
+    ],
+)
+def test_values_are_refused_before_anything_runs(values, message):
+    def runs(_config):
+        pytest.fail("a run began")
+
+    with (
+        mock.patch("eldr_sim.planning.runs.runner.simulate_summary", runs),
+        pytest.raises(InputError, match=message),
+    ):
+        vary(make_config(BASE), values, n_seeds=1, jobs=1)

@@ -139,8 +139,8 @@ def test_what_another_process_clears_meanwhile_is_drawn_for_this_one(few, monkey
     """`cache clear` takes the files of a folder one by one, before a reader has opened them."""
     keep = cache.keep_folder
 
-    def cleared(part, name, write):
-        made = keep(part, name, write)
+    def cleared(part, name, write, doing):
+        made = keep(part, name, write, doing)
         (made / "requests.parquet").unlink()
         return made
 

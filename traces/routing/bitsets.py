@@ -104,7 +104,7 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
 def bit_sets(trace: RoutingTrace) -> Words:
     """Return a trace's bit sets, read-only, memory-mapped from `eldr_sim.cache`: a header
     (`_OWNER`, a CRC-32), then the sets. A damaged file is built again; without a cache they stay in
-    memory."""
+    memory, and so do those of calibration alone, of which fits are kept."""
     checksum, top_k = trace.manifest.checksum, trace.top_k
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
     owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
@@ -114,6 +114,8 @@ def bit_sets(trace: RoutingTrace) -> Words:
         return found
     bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
     bits.flags.writeable = False
+    if trace.is_calibration.all():
+        return bits
     header = _header(owner, bits)
     kept = cache.keep(cache.BITSETS, name, lambda file: file.writelines((header, bits.data)))
     mapped = _load(kept, owner, shape)

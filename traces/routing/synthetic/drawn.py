@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
+from eldr_sim.news import tell
 from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
@@ -81,10 +82,12 @@ def _split(
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
-    def draw(folder: Path) -> None:
-        _draw(preset, band, shape, domains, split, folder)
+    doing = f"drawing the {split} routing of {model}, once on this machine"
 
-    for kept in (cache.find, partial(cache.keep_folder, write=draw)):
+    def draw(folder: Path) -> None:
+        _draw(preset, band, shape, domains, split, folder, progress=partial(tell, doing))
+
+    for kept in (cache.find, partial(cache.keep_folder, write=draw, doing=doing)):
         found = kept(cache.TRACES, name)
         if found is not None and found.is_dir():
             try:
@@ -104,9 +107,10 @@ def _draw(
     domains: tuple[tuple[str, float], ...],
     split: Split,
     folder: Path,
+    **more: Any,
 ) -> None:
     model = preset_model(preset, band=band, **asdict(shape))
-    draw_served(model, dict(domains), folder, split=split)
+    draw_served(model, dict(domains), folder, split=split, **more)
 
 
 def draw_served(
