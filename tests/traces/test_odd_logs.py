@@ -1,5 +1,6 @@
 """Files of strangers give the right load or one refusal, never a load that is silently another."""
 
+import gzip
 import json
 import re
 
@@ -160,3 +161,90 @@ def test_a_results_own_limit_and_rate_are_its_load(tmp_path):
         offered_load(make_config(fields), None)
     workload, _ = offered_load(make_config(fields | {"request_rate": 2.0}), None)
     assert 3 / workload.arrival_s[-1] == pytest.approx(2.0)
+
+
+def table(header, row, n=20):
+    return header + "\n" + "".join(",".join(map(str, row(i))) + "\n" for i in range(n))
+
+
+#: Files whose rows are no requests, or whose times are none; what must be said, and what must not.
+MISLEADING = {
+    "gaps": (table("inter_arrival_s,isl,osl", lambda i: (0.5, 90, 9)), "gaps between", "time_s="),
+    "iat": (table("IAT,prompt,output", lambda i: (0.5, 90, 9)), "gaps between", "time_s="),
+    "means": (
+        table("timestamp,avg_input_tokens,mean_output_tokens,request_count",
+              lambda i: (1767225600 + 60 * i, 400, 100, 30)),
+        "--input-len 400 --output-len 100", "--columns",
+    ),
+    "daily sums": (
+        table("day,total_prompt_tokens,total_completion_tokens",
+              lambda i: (f"2026-10-{i + 1:02d}", 10_000_000, 1_000_000)),
+        "sums ('total_prompt_tokens': 10,000,000 tokens)", "--columns",
+    ),
+    "European dates": (
+        table("date,isl,osl", lambda i: (f"28/11/2026 10:00:{i:02d}", 90, 9)),
+        "'date' holds '28/11/2026 10:00:00', which is neither ISO 8601 nor a number", "time",
+    ),
+    "time of day": (
+        table("time,isl,osl", lambda i: (f"10:00:{i:02d}.5", 90, 9)), "'10:00:00.5'", "time_",
+    ),
+    "minutes": (
+        table("minute,isl,osl", lambda i: (i / 7, 90, 9)),
+        "'0.0', which is in no known unit", "time_s",
+    ),
+    "two columns of a name": (
+        table("time_s,isl,osl,isl", lambda i: (i, 90, 9, 70)), "unknown format", "input=isl",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISLEADING)
+def test_a_refusal_does_not_lead_to_a_wrong_load(name, tmp_path):
+    text, said, unsaid = MISLEADING[name]
+    file = tmp_path / "log.csv"
+    file.write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_request_log(file)
+    allowed = f"{refused.value.problem} ({refused.value.allowed})"
+    assert said in allowed
+    assert unsaid not in allowed
+
+
+@pytest.mark.parametrize("columns", ["time_s=inter_arrival_s,input=isl,output=osl"])
+def test_gaps_are_no_times_even_if_named(columns, tmp_path):
+    (tmp_path / "log.csv").write_text(MISLEADING["gaps"][0])
+    with pytest.raises(InputError, match="gaps between requests"):
+        read_request_log(tmp_path / "log.csv", columns=columns)
+
+
+def test_a_name_of_two_columns_is_ambiguous(tmp_path):
+    (tmp_path / "log.csv").write_text(MISLEADING["two columns of a name"][0])
+    with pytest.raises(InputError, match="has 2 columns 'isl'"):
+        read_request_log(tmp_path / "log.csv", columns="time_s=time_s,input=isl,output=osl")
+
+
+def test_names_may_hold_dots(tmp_path):
+    """OpenTelemetry's attributes: a nested object whose names have dots in them."""
+    rows = [
+        {"startTimeUnixNano": str(1_767_225_600_000_000_000 + 10**9 * i),
+         "attributes": {"gen_ai.usage.input_tokens": 90 + i, "gen_ai.usage.output_tokens": 9}}
+        for i in range(20)
+    ]  # fmt: skip
+    file = tmp_path / "spans.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError) as refused:
+        read_request_log(file)
+    columns = refused.value.allowed.split("--columns ")[1].partition(";")[0]
+    log = read_request_log(file, columns=columns)
+    assert log.prompt_len.tolist() == [90 + i for i in range(20)]
+    assert log.arrival_s[-1] - log.arrival_s[0] == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"), [(gzip.compress(b"a"), "gunzip"), ("a,b".encode("utf-16"), "UTF-16"),
+                        (b"PK\x03\x04\xff", "Excel")]
+)  # fmt: skip
+def test_packed_files_are_named(begin, said, tmp_path):
+    (tmp_path / "log.csv").write_bytes(begin)
+    with pytest.raises(InputError, match=said):
+        read_request_log(tmp_path / "log.csv")

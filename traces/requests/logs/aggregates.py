@@ -30,6 +30,7 @@ _COUNT = re.compile(
     r"(?:model|llm|api)?(?:requests?|calls|queries|observations|traces|generations|count)"
     r"(?:s?count|total|s)?"
 )
+_MEAN = re.compile(r"avg|average|mean|median|p50|per_?(?:request|call)", re.I)
 #: Regular steps of time that no requests have, s; prompts this long are sums where times have no
 #: day.
 _STEP_S, _SUM_TOKENS = 60, 20_000
@@ -104,11 +105,18 @@ def refuse(file: Path, records: Sequence[Mapping[str, Any]], counts: str | None)
             names = names_of(records[0])
             fit = [n for n in names if any(w in n.lower() for w in words) and "token" in n.lower()]
             fit = [n for n in fit if "cached" not in n.lower() and "audio" not in n.lower()]
-            if fit and total and _sum(records, fit[0]):
-                lengths.append(f"--{option}-len {max(1, round(_sum(records, fit[0]) / total))}")
+            if fit and total and (tokens := _tokens(records, fit[0], counts)):
+                lengths.append(f"--{option}-len {max(1, round(tokens / total))}")
     if lengths:
         allowed += f", its mean lengths by {' '.join(lengths)}"
     raise InputError(str(file), f"holds {what}, not requests: it is a usage export", allowed)
+
+
+def _tokens(records: Sequence[Mapping[str, Any]], name: str, counts: str) -> float:
+    """Return the tokens of all requests, of a column of sums or of means."""
+    if not _MEAN.search(name):
+        return _sum(records, name)
+    return sum(_sum([record], name) * _sum([record], counts) for record in records)
 
 
 def _sum(records: Sequence[Mapping[str, Any]], name: str) -> float:

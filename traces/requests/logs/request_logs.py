@@ -35,7 +35,9 @@ from eldr_sim.traces.requests.logs.table_columns import (
     columns_of,
     guessed_columns,
     json_names,
+    no_requests,
     parse_columns,
+    unread_times,
 )
 
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
@@ -152,7 +154,7 @@ def read_request_log(
     except csv.Error as error:
         raise InputError(str(file), f"not valid CSV: {error}") from None
     except UnicodeDecodeError:
-        raise InputError(str(file), "is not UTF-8 text") from None
+        raise InputError(str(file), _no_text(file)) from None
 
 
 def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
@@ -185,7 +187,7 @@ def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
     except OSError as error:
         raise InputError(str(file), error.strerror or "cannot be read") from None
     except UnicodeDecodeError:
-        raise InputError(str(file), "is not UTF-8 text") from None
+        raise InputError(str(file), _no_text(file)) from None
     known = table_format(names)
     counts = None if known is not None else aggregates.count_column(names, records)
     return None if counts is None else aggregates.bucket_rates(file, names, records, counts)
@@ -364,7 +366,11 @@ def _known_table(
         aggregates.refuse(file, records, counts)
     if asked.columns is not None:
         return None
+    if why := no_requests(names, records):
+        raise InputError(str(file), f"holds {why}", "a log of requests, with times")
     allowed = "eldr-sim trace formats lists those that are known"
+    if unread := unread_times(names, records):
+        allowed = f"{unread}; {allowed}"
     if (guess := guessed_columns(names, records)) is not None:
         unit = ", UNIT s, ms, us or ns" if "time_UNIT=" in guess else ""
         allowed = f"--columns {guess}{unit}; {allowed}"
@@ -372,6 +378,25 @@ def _known_table(
         there = ", ".join(names)
         allowed = f"--columns time_UNIT=NAME,input=NAME,output=NAME of {there:.200}; {allowed}"
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
+
+
+#: How files begin that are packed or not UTF-8, and what to do.
+_PACKED = {
+    b"\x1f\x8b": "is compressed: gunzip it first",
+    b"\x28\xb5\x2f\xfd": "is compressed: unzstd it first",
+    b"PK\x03\x04": "is a ZIP or Excel file: save its sheet as CSV",
+    b"\xff\xfe": "is UTF-16 text, not UTF-8",
+    b"\xfe\xff": "is UTF-16 text, not UTF-8",
+}
+
+
+def _no_text(file: Path) -> str:
+    """Return what a file is that is not UTF-8 text, as far as its first bytes tell."""
+    with file.open("rb") as start:
+        begin = start.read(4)
+    return next(
+        (said for mark, said in _PACKED.items() if begin.startswith(mark)), "is not UTF-8 text"
+    )
 
 
 def _refusal(file: Path, known: LogFormat) -> InputError:

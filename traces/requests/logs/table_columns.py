@@ -7,6 +7,7 @@ in every log. Names of nested JSON are joined by dots: ``info.input_tokens``."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from itertools import islice
@@ -86,6 +87,9 @@ def parse_columns(text: str) -> dict[str, str]:
     if len(times) > 1:
         raise InputError("columns", "more than one time", "input, output and at most one time")
     for key in times:
+        if _GAPS.search(columns[key]):
+            problem = f"{columns[key]!r} holds gaps between requests by its name, not times"
+            raise InputError("columns", problem, "a column of times: the running sum of the gaps")
         named = unit_of(columns[key])
         if key != "time" and named is not None and key != f"time_{named}":
             problem = f"{key}={columns[key]}, whose name says {named}"
@@ -143,12 +147,12 @@ def field_of(record: Mapping[str, Any], column: str) -> Any:
     """Return the value of a column, nested or not; raises KeyError where there is none."""
     if column in record:
         return record[column]
-    value: Any = record
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise KeyError(column)
-        value = value[part]
-    return value
+    for dot in re.finditer(r"\.", column):  # the names inside of it may hold dots themselves
+        inside = record.get(column[: dot.start()])
+        if isinstance(inside, Mapping):
+            with suppress(KeyError):
+                return field_of(inside, column[dot.end() :])
+    raise KeyError(column)
 
 
 def names_of(record: Mapping[str, Any], above: str = "") -> list[str]:
@@ -324,7 +328,10 @@ _ANSWER_WORDS = ("completion", "output", "generated", "response", "decode", "ans
 _TIME_WORDS = ("arriv", "timestamp", "start", "time", "created", "date", "sent", "received")
 _NO_TIMES = ("end", "finish", "ttft", "latenc", "duration", "first", "last", "elapsed", "itl",
              "tpot", "complet", "think", "e2e", "wait", "queue", "deadline",
-             "updated", "timeout")  # fmt: skip
+             "updated", "timeout", "inter", "gap", "delta", "delay", "since")  # fmt: skip
+_GAPS = re.compile(r"inter_?arrival|^iat(?![a-z])|arrival_?(?:gap|delta|interval|delay)", re.I)
+#: Tokens that no row of requests has in the mean: such rows are sums.
+_SUMS = 1_000_000
 _NO_LENGTHS = ("cached", "cost", "price", "time", "rate", "throughput", "per", "reason", "image",
                "audio", "video", "id", "hash", "max", "text", "type")  # fmt: skip
 
@@ -343,6 +350,35 @@ def guessed_columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) 
     time = guessed_time(names, records)
     said = [] if time is None else ["=".join(time)]
     return ",".join([*said, *(f"{key}={name}" for key, name in found.items())])
+
+
+def no_requests(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return why the rows of a table are no requests that columns could name; "" if they may be."""
+    gaps = next((n for n in names if _GAPS.search(n.rpartition(".")[2])), None)
+    if gaps is not None and guessed_time(names, records) is None:
+        return f"gaps between requests ({gaps!r}), not times: their running sum says when"
+    for words in (_PROMPT, _ANSWER), (_PROMPT_WORDS, _ANSWER_WORDS):
+        for name in (_length(names, records, one, one) for one in words):
+            values = [] if name is None else [float(v) for v in _values(records, name)]
+            if values and sum(values) / len(values) >= _SUMS:
+                return (
+                    f"sums ({name!r}: {values[0]:,.0f} tokens), not requests: it is a usage export"
+                )
+    return ""
+
+
+def unread_times(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return which column seems to hold times that cannot be read, and how it spells them."""
+    if guessed_time(names, records) is not None:
+        return ""
+    for name in names:
+        last = name.rpartition(".")[2].lower()
+        values = _values(records, name)
+        times = any(word in last for word in _TIME_WORDS) or last in ("day", "hour", "minute")
+        if values and times and not any(word in last for word in _NO_TIMES):
+            wrong = "in no known unit" if is_number(values[0]) else "neither ISO 8601 nor a number"
+            return f"{name!r} holds {values[0]!r:.40}, which is {wrong}"
+    return ""
 
 
 def _plain(name: str) -> str:
@@ -374,7 +410,7 @@ def _length(
             whole = [whole_number(value) for value in values]
         except (ValueError, TypeError, OverflowError):
             continue
-        if whole and min(whole) >= 0 and max(whole) > 0:
+        if whole and min(whole) >= 0 and max(whole) > 0 and names.count(name) == 1:
             usable.append(name)
     for wanted in exact:
         if (chosen := next((n for n in usable if _plain(n) == wanted), None)) is not None:

@@ -178,6 +178,9 @@ def check_names(file: Path, columns: TableColumns, known: Iterable[str]) -> None
     absent = [name for name in columns.names if name not in there]
     if absent:
         raise InputError(str(file), f"has no column {absent[0]!r}", ", ".join(there)[:200])
+    if twice := [name for name in columns.names if there.count(name) > 1]:
+        problem = f"has {there.count(twice[0])} columns {twice[0]!r}"
+        raise InputError(str(file), problem, "a column of each name")
 
 
 def rows_of(
