@@ -144,7 +144,11 @@ def calibration_of(values: Floats) -> Calibration:
     found = {}
     for (name, prior), value in zip(_PRIOR.items(), values.tolist(), strict=True):
         found[name] = prior * value if name == "host_gap_ms" else math.exp(prior * value)
-    return Calibration(**found)
+    return Calibration.model_validate(found)
+
+
+def _inverse(matrix: Floats) -> Floats:
+    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)
 
 
 def _noise(figure: str) -> float:
@@ -179,7 +183,7 @@ def derivatives(run: MeasuredRun, predictions: Predictions, free: Sequence[bool]
         step[at] = _STEP
         column = (predictions.logs(run, step) - base) / _STEP if moves else np.zeros_like(base)
         columns.append(column)
-    return np.column_stack(columns)
+    return np.column_stack(columns).astype(np.float64)
 
 
 def fit(runs: Sequence[MeasuredRun], predictions: Predictions, free: Sequence[bool]) -> Fit:
@@ -205,7 +209,7 @@ def fit(runs: Sequence[MeasuredRun], predictions: Predictions, free: Sequence[bo
         slopes = slopes + np.outer(other - found - slopes @ step, step) / (step @ step)
         if cost(other, values + step) < cost(found, values):
             values, found = values + step, other
-    return Fit(values, np.linalg.inv(slopes.T @ slopes + eye))
+    return Fit(values, _inverse(slopes.T @ slopes + eye))
 
 
 def freed(config: RunConfig) -> list[bool]:
@@ -274,7 +278,7 @@ def next_run(
         more = information + slopes.T @ slopes
         gain = float(np.linalg.slogdet(more)[1])
         if best is None or gain > best[0]:
-            best = gain, NextRun(load, Fit(by.values, np.linalg.inv(more)).spread)
+            best = gain, NextRun(load, Fit(by.values, _inverse(more)).spread)
     return None if best is None else best[1]
 
 
