@@ -183,7 +183,7 @@ def derivatives(run: MeasuredRun, predictions: Predictions, free: Sequence[bool]
         step[at] = _STEP
         column = (predictions.logs(run, step) - base) / _STEP if moves else np.zeros_like(base)
         columns.append(column)
-    return np.column_stack(columns).astype(np.float64)
+    return np.asarray(np.column_stack(columns), dtype=np.float64)
 
 
 def fit(runs: Sequence[MeasuredRun], predictions: Predictions, free: Sequence[bool]) -> Fit:
