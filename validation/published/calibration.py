@@ -183,7 +183,7 @@ def derivatives(run: MeasuredRun, predictions: Predictions, free: Sequence[bool]
         step[at] = _STEP
         column = (predictions.logs(run, step) - base) / _STEP if moves else np.zeros_like(base)
         columns.append(column)
-    return np.asarray(np.column_stack(columns), dtype=np.float64)
+    return np.column_stack(columns)
 
 
 def fit(runs: Sequence[MeasuredRun], predictions: Predictions, free: Sequence[bool]) -> Fit:
@@ -192,7 +192,8 @@ def fit(runs: Sequence[MeasuredRun], predictions: Predictions, free: Sequence[bo
     target = np.concatenate([_target(run) for run in runs])
 
     def residuals(values: Floats) -> Floats:
-        return np.concatenate([predictions.logs(run, values) for run in runs]) - target
+        off: Floats = np.concatenate([predictions.logs(run, values) for run in runs]) - target
+        return off
 
     def cost(found: Floats, values: Floats) -> float:
         return float(found @ found + values @ values)
