@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from time import localtime, strftime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -263,8 +263,9 @@ def list_tables() -> None:
 @model_option("Tables of this model's shapes.", default=None)
 @parallel_options("tables")
 @option("--data-parallel-size", int, "Engines that share experts.", default=1, metavar="N")
-@option("--engine", None, "Whose kernels, and up to which version (the newest); what an engine has "
-        "no table of is left out.", default="vllm", metavar="NAME[==VERSION]")  # fmt: skip
+@option("--engine", None, "Whose kernels, and up to which version (the newest). Kernels "
+        "that it has no rows of are those of vllm, sglang or trtllm.", default="vllm",
+        metavar="NAME[==VERSION]")  # fmt: skip
 @option("--out", Path, required=True)
 def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
     """Import a GPU's tables from aisimulate or aiconfigurator-core, whichever is installed.
@@ -273,10 +274,10 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
     with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`, or `pip install
     --no-deps aisimulate==0.13.0.dev202610270000000085`, which has more."""
     from eldr_sim.kernel_profiles.gpus import load_gpu
-    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.kernel_profiles.models import KVDtype, load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
-    from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
-    from eldr_sim.kernel_profiles.tables.format import load_table
+    from eldr_sim.kernel_profiles.sources.aiconfigurator_import import best_tables
+    from eldr_sim.kernel_profiles.tables.format import save_tables
     from eldr_sim.kernel_profiles.tables.library import Engine
     from eldr_sim.simulator.setup.config.pools import Pool
 
@@ -292,8 +293,8 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
         raise InputError("engine", repr(engine), allowed) from None
     name, version = told.engine or "vllm", told.engine_version or ""
     known = load_gpu(gpu)
-    paths = import_tables(known.name, dims, out, layout, engine=name, version=version)
-    found = [load_table(path) for path in paths]
+    found = best_tables(known.name, dims, layout, get_args(KVDtype), Engine(name, version))
+    paths = save_tables(found, out)
     rows = [
         [
             t.metadata.kind,

@@ -24,7 +24,10 @@ from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.sources import aiconfigurator, packages
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, save_tables
+from eldr_sim.kernel_profiles.tables.library import Engine
 
+#: Engines whose kernels were measured, those that stand in for others first.
+ENGINES = ("vllm", "sglang", "trtllm")
 _SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
 _POINT = ["backend", "phase", "n_gpus", "hidden_size", "top_k", "n_experts", "tokens"]
 _NODE_GPUS = {"GB200": 4, "GB300": 4}  # others: 8
@@ -137,22 +140,63 @@ def import_tables(
     ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``; ``version``: of it,
     rows up to which come before newer ones; ``parts``: ``all``, ``attention``,
     ``linear`` attention or ``moe``."""
-    tables: list[LatencyTable] = []
     if model is None:
-        tables += aiconfigurator.gemm_tables(gpu, "bfloat16", engine, version)
-        tables += collective_tables(gpu)
-        tables += all_to_all_tables(gpu)
-        return save_tables(tables, out_dir)
+        return save_tables(_gpu_tables(gpu, Engine(engine, version)), out_dir)
+    tables = _model_tables(gpu, model, parallelism, kv_dtypes, Engine(engine, version), parts)
+    return save_tables(tables, out_dir)
+
+
+def best_tables(
+    gpu: str,
+    model: ModelDims | None,
+    parallelism: Parallelism,
+    kv_dtypes: tuple[KVDtype, ...],
+    engine: Engine,
+) -> list[LatencyTable]:
+    """Return the same tables of an engine, and for kernels that it has no rows of those of vLLM,
+    SGLang or TensorRT-LLM, in this order."""
+    found: list[LatencyTable] = []
+    for name in dict.fromkeys((engine.name, *ENGINES)):
+        whose = engine if name == engine.name else Engine(name)
+        known = {_kernel(table) for table in found}
+        tables = (
+            _gpu_tables(gpu, whose)
+            if model is None
+            else _model_tables(gpu, model, parallelism, kv_dtypes, whose, "all")
+        )
+        found += [table for table in tables if _kernel(table) not in known]
+    return found
+
+
+def _kernel(table: LatencyTable) -> tuple[object, ...]:
+    """Return what a lookup asks for."""
+    of = table.metadata
+    return of.kind, of.dtype, *sorted(of.shape.items())
+
+
+def _gpu_tables(gpu: str, engine: Engine) -> Iterator[LatencyTable]:
+    yield from aiconfigurator.gemm_tables(gpu, "bfloat16", *engine)
+    yield from collective_tables(gpu)
+    yield from all_to_all_tables(gpu)
+
+
+def _model_tables(
+    gpu: str,
+    model: ModelDims,
+    parallelism: Parallelism,
+    kv_dtypes: tuple[KVDtype, ...],
+    engine: Engine,
+    parts: str,
+) -> Iterator[LatencyTable]:
     shard = parallelism.shard(model)
     if parts == "linear":
-        tables += aiconfigurator.linear_attention_tables(gpu, shard, engine, version)
-        return save_tables(tables, out_dir)
+        yield from aiconfigurator.linear_attention_tables(gpu, shard, *engine)
+        return
     if parts != "attention":
-        tables += aiconfigurator.moe_tables(gpu, model, parallelism, engine, version)
+        yield from aiconfigurator.moe_tables(gpu, model, parallelism, *engine)
     if parts != "moe":
         for kv_dtype in kv_dtypes:
             own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
-            tables += aiconfigurator.attention_tables(gpu, own, engine, version)
+            yield from aiconfigurator.attention_tables(gpu, own, *engine)
     if parts == "all" and model.linear_dtype != "bfloat16":
-        tables += aiconfigurator.gemm_tables(gpu, model.linear_dtype, engine, version)
-    return save_tables(tables, out_dir)
+        yield from aiconfigurator.gemm_tables(gpu, model.linear_dtype, *engine)

@@ -6,6 +6,7 @@ wheels only, and ``aiconfigurator-core``, which ended at 0.12.0. Where both are 
 comes first. A version's folder may hold some operations only: those of an older version stand for
 the others (the package's own rule, ``systems/query_versions.yaml``)."""
 
+from functools import lru_cache
 from importlib import metadata as package_metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,8 +86,8 @@ class Source(NamedTuple):
 
     @property
     def rows(self) -> pd.DataFrame:
-        """Its rows, none if it is missing."""
-        return pd.read_parquet(self.path) if self.path.is_file() else pd.DataFrame()
+        """Its rows, none if it is missing; not to be changed."""
+        return _rows(self.path)
 
     def chosen(self, **wanted: Any) -> pd.DataFrame:
         """Return its rows with these values; a version without such a column has 0 in it."""
@@ -95,6 +96,11 @@ class Source(NamedTuple):
             frame = frame.assign(**{name: 0 for name in wanted if name not in frame})
             frame = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
         return frame
+
+
+@lru_cache(maxsize=16)
+def _rows(path: Path) -> pd.DataFrame:
+    return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
 
 
 def sources(gpu: str, part: str, engine: str, file: str = "", version: str = "") -> list[Source]:

@@ -8,6 +8,7 @@ experts of its busiest GPU. All that does not depend on a step's tokens is tabul
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +19,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
-from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.rounding import rounded
 from eldr_sim.kernel_profiles.steps.calibration import Calibration
@@ -177,6 +178,8 @@ def build_step_time_model(
     linears: Sequence[tuple[int, int]] = (),
     tokens_per_sequence: int = 1,
     share_missing: bool = True,
+    named: str = "",
+    import_helps: bool = True,
     calibration: Calibration | None = None,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
@@ -197,7 +200,9 @@ def build_step_time_model(
     gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
     the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
     decodes: more than one where it verifies drafts; ``share_missing``: warn of parts without a
-    table, with their share of a step; ``calibration``: factors of a user's own runs."""
+    table, with their share of a step and the command that brings one; ``named``: how that names
+    the model; ``import_helps``: False where the packages of tables were searched already;
+    ``calibration``: factors of a user's own runs."""
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     for name, value in (
@@ -233,7 +238,9 @@ def build_step_time_model(
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
     elif eager_prompts and device.launch_s is not None:
         cost = cost._replace(prompt_launch_s=parts.launches_s(rotates_inside=True))
-    parts_missing = _missing(parts, cost) if share_missing and parts.missing else []
+    lines: list[str] = []
+    if share_missing and parts.missing:
+        lines = _missing(parts, cost, _better(parts, named or dims.name, import_helps))
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
         cost=pad(
@@ -255,7 +262,7 @@ def build_step_time_model(
         attention_tokens_max=min(decode.tokens_max for decode in measured),
         host_gap_s=gap,
         provenance=parts.provenance | own_provenance,
-        warnings=(*parts_missing, *parts.warnings),
+        warnings=(*lines, *parts.warnings),
         layer=parts.layer,
         missing=tuple(parts.missing),
         calibration=calibration,
@@ -308,12 +315,12 @@ _OF_STEP = {
 _TYPICAL = 16  #: sequences of the decode step whose shares are named
 
 
-def _missing(parts: Parts, cost: StepCost) -> list[str]:
+def _missing(parts: Parts, cost: StepCost, command: str) -> list[str]:
     """Return a warning for each component without a table: its share of a decode step, and the
     command that brings one."""
     from eldr_sim.kernel_profiles.steps.step_cost import step_parts
 
-    whole, gpu, size = parts.whole, parts.gpu, parts.parallelism.tensor_parallel_size
+    whole, gpu = parts.whole, parts.gpu
     batch = min(_TYPICAL, len(cost.attention_s) - 1)
     context = min(4096, cost.context_stride * (cost.attention_s.shape[1] - 1))
     ranks = parts.parallelism.n_expert_ranks
@@ -322,20 +329,34 @@ def _missing(parts: Parts, cost: StepCost) -> list[str]:
     seconds = step_parts(cost, batch, batch, batch * context, none, none, batch, experts, False)
     shares = seconds._asdict()
     how = roofline.efficiency_of(gpu).provenance
-    command = f"eldr-sim profile --model {whole.name} --out tables on that GPU"
-    if any(one.gpu == gpu.name and "imported" in one.document for one in shipped_tables()):
-        command = f"eldr-sim tables import --gpu {gpu.name!r} --model {whole.name}"
-        command += f" -tp {size}" if size > 1 else ""
-        command += f" --engine {parts.engine.name} --out tables"
     lines = []
     for component in parts.missing:
         part = sum(shares[name] for name in _OF_STEP.get(component, ())) / sum(seconds)
         lines.append(
             f"{component}: no table of {whole.name} on {gpu.name}, times are {how} from bytes and "
             f"FLOPs: {part:.0%} of a decode step of {batch} sequences of {context} tokens. To do "
-            f"better: {command}, then --tables tables"
+            f"better: {command}"
         )
     return lines
+
+
+def _better(parts: Parts, named: str, import_helps: bool) -> str:
+    """Return the command that brings measured tables. All that can be imported of the known models
+    ships; of others, NVIDIA's packages may have tables for GPUs that they have measured."""
+    layout, name = parts.parallelism, parts.gpu.name
+    size, engines = layout.tensor_parallel_size, layout.data_parallel_size
+    words = ["--model", named]
+    words += ["-tp", str(size)] if size > 1 else []
+    words += ["--enable-expert-parallel"] if layout.expert_parallel else []
+    imported = {one.gpu for one in shipped_tables() if "imported" in one.document}
+    measured = next((gpu for gpu in (name, parts.gpu.sibling) if gpu in imported), None)
+    if import_helps and measured is not None and parts.whole.name not in list_models():
+        words += ["--data-parallel-size", str(engines)] if engines > 1 else []
+        words = ["import", "--gpu", measured, *words, "--engine", parts.engine.name]
+        command = shlex.join(["eldr-sim", "tables", *words, "--out", "tables"])
+        return f"{command}, then --tables tables"
+    command = shlex.join(["eldr-sim", "profile", *words, "--out", "tables"])
+    return f"{command} on that GPU, then --tables tables"
 
 
 def _with_states(

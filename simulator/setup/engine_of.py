@@ -7,7 +7,6 @@ room for are redundant experts, as in vLLM's ``ElasticEPScalingExecutor.switch_a
 
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -18,6 +17,7 @@ from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import Engine, note_use, noting_use
+from eldr_sim.kernel_profiles.tables.providers import provided_tables
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
@@ -131,6 +131,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
             moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=each, calibration=calibration,
+            named=config.engine.model,
         )  # fmt: skip
         note_use(used)
         return built
@@ -178,13 +179,10 @@ def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozens
     own = load_tables(tables)
     with noting_use() as used:
         built = build_step_time_model(tables=own, **about)
-    if built.missing and any(
-        find_spec(module) for module in ("aisimulate_core", "aiconfigurator_core")
-    ):
-        # An instrument, which only runs load that lack a table and can have it.
-        from eldr_sim.kernel_profiles.sources.on_demand import cached_tables
-
-        of = about["gpu"].name, about["model"], about["parallelism"], about["engine"]
-        if imported := cached_tables(*of):
-            built = build_step_time_model(tables=(*own, *imported), **about)
+    if built.missing:
+        of = about["gpu"], about["model"], about["parallelism"], about["engine"]
+        provided = provided_tables(*of)
+        if provided is not None:
+            about["import_helps"] = False
+            built = build_step_time_model(tables=(*own, *provided), **about)
     return built, frozenset(used)
