@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import zlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -35,12 +36,15 @@ def report(folders: Sequence[AnyPath]) -> str:
     get_plotlyjs = needed("plotly.offline", "report", PLOT).get_plotlyjs
     environment = _environment()
     assets = files("eldr_sim.reports") / "assets"
-    scripts = [get_plotlyjs(), (assets / "report.js").read_text(encoding="utf-8")]
+    plotly, own = get_plotlyjs(), (assets / "report.js").read_text(encoding="utf-8")
+    packed = zlib.compress(plotly.encode(), 9)
     return environment.get_template("page.html").render(
         version=__version__,
         style=Markup((assets / "report.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts],
-        hashes=[_hash(script) for script in scripts],
+        script=Markup(own),
+        packed=Markup(_digits(packed)),
+        packed_bytes=len(packed),
+        hashes=[_hash(script) for script in (plotly, own)],
         sections=_sections(open_folders([Path(folder) for folder in folders]), environment),
     )
 
@@ -101,6 +105,11 @@ def section_of(folder: Folder, colours: Colours, runs: Sequence[Folder] = ()) ->
     if folder.kind == "run":
         return runs_section(runs or [folder], colours)
     return _SECTIONS[folder.kind](folder, colours)
+
+
+def _digits(packed: bytes) -> str:
+    """Return bytes in base 85, without a character that could end or open an element."""
+    return base64.b85encode(packed).decode().replace("<", ",")
 
 
 def _hash(script: str) -> str:

@@ -14,6 +14,7 @@ from eldr_sim.reports.cells import (
     Value,
     bounds_in_words,
     difference,
+    interval,
     nan,
     number,
     plain,
@@ -24,6 +25,8 @@ from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import Colours, intervals
 from eldr_sim.reports.run_pictures import run_pictures
 from eldr_sim.simulator.outcome.catalogue import LATENCIES as METRICS_OF
+from eldr_sim.simulator.outcome.catalogue import better
+from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.outcome.result_parts import headline_of, parts_of
 
 
@@ -52,11 +55,41 @@ def comparison_section(folder: Folder, colours: Colours) -> Row:
         "config": config,
         "seeds": seeds,
         "basis": basis(summary["summaries"]) if "summaries" in summary else None,
+        "answer": _winners(summary, metrics),
         "figures": table(f"Figures, {of_seeds}", ["policy", *headings], means),
         "differences": [_differences(summary, name, metrics, colours) for name in references],
         "runs": table("Figures of every run", ["policy", "seed", *headings], each),
         "configuration": table("Configuration", ["field", "value"], fields),
     }
+
+
+def _winners(summary: Row, metrics: list[str]) -> list[tuple[str, str]]:
+    """Return the best policy by the first latencies against the best load balancer, what limits
+    each policy, and the error band."""
+    reference = summary["best_load_balancer"]
+    lines = []
+    for metric in [m for m in metrics if better(m) == "lower"][:4]:
+        own = [
+            d
+            for d in summary["differences"]
+            if (d["reference"], d["metric"]) == (reference, metric) and d["percent"] is not None
+        ]
+        best = min(own, key=lambda d: float(d["percent"]), default=None)
+        text = f"{reference}, the best load balancer"
+        if best is not None and best["percent"] < 0.0:
+            ends = nan(best["percent"]), nan(best["low"]), nan(best["high"])
+            text = f"{best['policy']}: {interval(*ends, signs=True)}% against {text}"
+            if not best["high"] or best["high"] >= 0.0:
+                text += "; the seeds do not show a difference"
+        lines.append((f"Lowest {without_unit(METRICS[metric])}", text))
+    summaries = summary.get("summaries", {})
+    limited: dict[str, list[str]] = {}
+    for name, of in summaries.items():
+        if limits := of.get("limits"):
+            limited.setdefault(limits["bottleneck"], []).append(name)
+    lines += [("What limits it", f"{what} ({', '.join(of)})") for what, of in limited.items()]
+    bands = {one_line(of["error_band"]): None for of in summaries.values() if of.get("error_band")}
+    return lines + [("Error band", text.removeprefix("Error band: ")) for text in bands]
 
 
 def _differences(summary: Row, reference: str, metrics: list[str], colours: Colours) -> Row:
@@ -96,17 +129,29 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
         "headline": [(f.name, number(f.value), f.unit) for f in headline_of(first)]
         if single
         else (),
-        "limits": [
-            ("" if single else f"{name}: ", limits["bottleneck"], limits["because"])
-            for name, summary in summaries.items()
-            if (limits := summary.get("limits"))
-        ],
+        "answer": [line for name, of in summaries.items() for line in _answer(name, of, single)],
         "names": None if single else _names(summaries),
         "latencies": _latencies(summaries),
         "parts": _parts(folders, summaries),
         "pictures": run_pictures(folders, colours),
         "configuration": _configuration(folders),
     }
+
+
+def _answer(name: str, summary: Row, single: bool) -> list[tuple[str, str]]:
+    """Return what limits a run, and how far published runs like it lie from predictions."""
+    before = "" if single else f"{name}: "
+    lines = []
+    if limits := summary.get("limits"):
+        lines.append((f"{before}what limits it", f"{limits['bottleneck']}: {limits['because']}."))
+    for part in parts_of(summary):
+        if part.title.startswith("Error band"):
+            figures = [row for row in part.rows if not isinstance(row, str)]
+            ends = "; ".join(f"{row.label} {row.value}" for row in figures)
+            words = " ".join(row for row in part.rows if isinstance(row, str))
+            text = f"{ends}. {words}" if ends else words
+            lines.append((f"{before}{part.title[0].lower()}{part.title[1:]}", text))
+    return lines
 
 
 def _names(summaries: Summaries) -> Table:

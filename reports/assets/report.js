@@ -71,7 +71,7 @@
     xaxis: axis, yaxis: axis, colorway: [],
   } };
   const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
-  const draw = (width) => pictures.forEach(({ box, data, layout }) =>
+  const draw = (width) => window.Plotly && pictures.forEach(({ box, data, layout }) =>
     Plotly.react(box, painted(data), painted({ ...layout, template, width }), config));
 
   // With the keyboard: arrows go from mark to mark, and a reader of the screen is told the values.
@@ -92,7 +92,29 @@
     box.addEventListener("blur", () => Plotly.Fx.unhover(box));
   }
 
+  // plotly.js lies in the page deflated, in base 85 with "," for "<"; its hash is in the policy.
+  const unpack = async () => {
+    const held = document.getElementById("plotly"), text = held.textContent;
+    const digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+    const values = new Uint8Array(128).fill(84);
+    for (let i = 0; i < 85; i++) values[digits.charCodeAt(i)] = i;
+    const bytes = new Uint8Array(4 * Math.ceil(text.length / 5)), view = new DataView(bytes.buffer);
+    for (let i = 0, at = 0; i < text.length; i += 5, at += 4) {
+      let word = 0;
+      for (let k = 0; k < 5; k++) word = word * 85 + (i + k < text.length ? values[text.charCodeAt(i + k)] : 84);
+      view.setUint32(at, word);
+    }
+    const packed = new Blob([bytes.subarray(0, Number(held.dataset.bytes))]);
+    const code = await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate"))).text();
+    const script = document.createElement("script");
+    script.textContent = code;
+    document.head.append(script);
+  };
+
   show(theme);
+  if (pictures.length) unpack().then(() => show(theme), () => {
+    for (const { box } of pictures) box.textContent = "This browser cannot unpack the pictures; a newer one can.";
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
   // On paper: light, and two pictures beside each other.
   addEventListener("beforeprint", () => { root.dataset.theme = "light"; draw(320); });

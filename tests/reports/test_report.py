@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from importlib.resources import files
 
 import numpy as np
@@ -67,13 +68,20 @@ def test_page_is_well_formed_and_needs_no_network(pages, name):
     assert len(links) == (5 if name == "all" else 0)
 
 
-def test_only_the_pages_two_scripts_may_run(pages):
+def test_only_plotly_and_the_pages_script_may_run(pages):
     root = pages["all"].root
     data = {"type": "application/json"}
-    scripts = [s.text for s in root.all("script") if s.attributes != data]
-    assert len(scripts) == 2, "plotly.js once, and the page's own"
-    assert "plotly.js v" in scripts[0][:200]
-    assert len(scripts[1]) < 10_000
+    packed, own = [s for s in root.all("script") if s.attributes != data]
+    digits = packed.text.replace(",", "<").encode()
+    raw = base64.b85decode(digits)
+    assert len(raw) == int(packed.attributes["data-bytes"])
+    plotly = zlib.decompress(raw).decode()
+    assert "plotly.js v" in plotly[:200]
+    assert packed.attributes["type"] == "text/plain"
+    assert "<" not in packed.text
+    assert own.attributes == {}
+    assert len(own.text) < 10_000
+    scripts = [plotly, own.text]
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     policies = [
         n.attributes["content"]
@@ -322,7 +330,30 @@ def test_text_of_files_stays_text(report_folders, tmp_path):
         assert "<" not in trace["name"], "Plotly reads HTML in text"
 
 
-def test_warnings_and_provenance_come_before_any_figure(report_folders, tmp_path):
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_page_is_under_two_megabytes(pages, name):
+    nodes = pages[name].root.walk()
+    assert (
+        sum(len(child) for node in nodes for child in node.children if isinstance(child, str)) < 2e6
+    )
+
+
+def test_a_page_answers_first(report_folders):
+    """What was asked, the answer and its cause, warnings, figures, and what they rest on."""
+    html = report([report_folders / "jsq"])
+    order = ['class="lead"', 'class="headline"', 'class="answer"', "<table", 'class="basis"']
+    places = [html.index(part) for part in order]
+    assert places == sorted(places)
+    page = Page(html)
+    summary = json.loads((report_folders / "jsq" / "summary.json").read_text())
+    answer = next(page.root.all("section", "answer")).text
+    assert summary["limits"]["bottleneck"] in answer
+    assert "rror band" in answer
+    label = summary["weakest_provenance"]
+    assert f"{label} step times" in next(page.root.all("p", "lead")).text
+
+
+def test_warnings_come_before_any_table_of_figures(report_folders, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(report_folders / "jsq", folder)
     summary = json.loads((folder / "summary.json").read_text())
@@ -338,7 +369,8 @@ def test_warnings_and_provenance_come_before_any_figure(report_folders, tmp_path
     assert next(basis.all("b")).text == "roofline"
     for fact in ("10 recorded layers tiled over 48", "Reuse: ", "50.0% of the output tokens"):
         assert fact in basis.text
-    assert html.index('class="warnings"') < html.index('class="basis"') < html.index("<table")
+    latencies = html.index("Latencies of completed requests")
+    assert html.index('class="warnings"') < latencies < html.index('class="basis"')
 
 
 def test_a_run_in_which_nothing_completes_has_a_page(tmp_path):
