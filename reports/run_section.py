@@ -143,14 +143,14 @@ def _answer(name: str, summary: Row, single: bool) -> list[tuple[str, str]]:
     before = "" if single else f"{name}: "
     lines = []
     if limits := summary.get("limits"):
-        lines.append((f"{before}what limits it", f"{limits['bottleneck']}: {limits['because']}."))
+        lines.append((f"{before}What limits it", f"{limits['bottleneck']}: {limits['because']}."))
     for part in parts_of(summary):
         if part.title.startswith("Error band"):
             figures = [row for row in part.rows if not isinstance(row, str)]
             ends = "; ".join(f"{row.label} {row.value}" for row in figures)
-            words = " ".join(row for row in part.rows if isinstance(row, str))
+            words = ". ".join(row for row in part.rows if isinstance(row, str))
             text = f"{ends}. {words}" if ends else words
-            lines.append((f"{before}{part.title[0].lower()}{part.title[1:]}", text))
+            lines.append((f"{before}{part.title}", text))
     return lines
 
 

@@ -304,3 +304,14 @@ def test_what_files_say_does_not_run(browse, tmp_path, report_folders):
     assert browser.execute_script("return window.ran") is None
     assert browser.find_elements("tag name", "img") == []
     assert browser.get_log("browser") == []
+
+
+def test_tables_fit_half_a_screen(page, browse):
+    """At 780 px no table is cut: cells wrap."""
+    browser = browse(page, 780)
+    cut = browser.execute_script(
+        "return [...document.querySelectorAll('.scroll')]"
+        ".filter((box) => box.scrollWidth > box.clientWidth + 1)"
+        ".map((box) => box.getAttribute('aria-label'))"
+    )
+    assert cut == []
