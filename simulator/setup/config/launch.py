@@ -6,14 +6,17 @@ rules. Options may be abbreviated where the engine's parser takes that (argparse
 
 import difflib
 import os
-import shlex
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_json, parse_yaml, read_text
+from eldr_sim.kernel_profiles.parallel import MoEBackend
 from eldr_sim.simulator.setup.config.engines import default_fields
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.launch_line import Line, cut
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
     OPTIONS,
@@ -48,6 +51,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "device_memory_utilization": "gpu_memory_utilization",
         "kv_offloading_size": "host_gib", "kv_transfer_config": "connector",
         "eplb_config.num_redundant_experts": "num_redundant_experts",
+        "VLLM_MOE_DP_CHUNK_SIZE": "moe_dp_chunk_size",
     },
     "sglang": {
         "model_path": "model", "model": "model", "context_length": "max_model_len",
@@ -100,10 +104,10 @@ _NAMES: dict[str, dict[str, str]] = {
         "speculative_config": "speculative_config",
     },
 }  # fmt: skip
+_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+_LEVEL = re.compile(r"O[0-3]")
 #: Options of a benchmark's line that give no load.
 _OF_BENCH = ("goodput", "model", "backend", "dataset_name", "temperature", "top_p", "top_k")
-#: Commands that a model's name may follow.
-_COMMANDS = ("serve", "vllm", "trtllm-serve", "sglang")
 _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float16", "half", "fp16")
 
 
@@ -123,6 +127,14 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     for a line that cannot be read, or asks for what is not simulated."""
     values = dict(values)
     line, file = values.pop("engine_args", None), values.pop("extra_llm_api_options", None)
+    parts = None if line is None else cut(str(line))
+    if parts is not None and parts.engine:
+        if values.get("engine") not in (None, parts.engine):
+            problem = f"{values['engine']}, and the launch line is {parts.engine}'s"
+            raise InputError("engine", problem, parts.engine)
+        values["engine"] = parts.engine
+        if parts.version:
+            values.setdefault("engine_version", parts.version)
     engine = values.get("engine") or ("trtllm" if file else "vllm")
     if not isinstance(engine, str) or engine not in _NAMES:
         return values  # the field itself says what is allowed
@@ -139,11 +151,10 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
             raise InputError("extra_llm_api_options", f"{file} holds no mapping", "option: value")
         said += _nested(options)
         values["engine"] = engine
-    bench = ""
-    if line is not None:
-        bench = _bench_of(str(line))
-        said += _options(str(line), engine, bench)
-    found = _bench_fields(bench, said) if bench else _fields(engine, said, values)
+    bench = "" if parts is None else parts.bench
+    if parts is not None:
+        said += _options(parts, engine)
+    found = _bench_fields(bench, said, values) if bench else _fields(engine, said, values)
     for role in ("prefill", "decode"):
         if role in found and isinstance(values.get(role), Mapping):
             found[role] = found[role] | values[role]
@@ -180,6 +191,18 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
             if field.startswith("!"):
                 field, value = field[1:], not value
             found[field] = value
+        elif name in ("config", "extra_llm_api_options") and isinstance(value, str):
+            allowed = "--extra-llm-api-options FILE" if engine == "trtllm" else "its options here"
+            raise InputError("engine_args", f"--{name} {value} is a file of options", allowed)
+        elif engine == "vllm" and (name == "O" or _LEVEL.fullmatch(name)):
+            if name == "O0" or value == 0:
+                found["enforce_eager"] = True
+            else:
+                idle.append(f"-{name}")
+        elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
+            found["moe_backend"] = value
+        elif name.startswith(_ENVIRONMENTS):
+            changes.append(name)
         elif has_no_effect(engine, name, value):
             idle.append(name)
         elif is_known(engine, name):
@@ -188,6 +211,14 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
             unknown.append(name)
     if speculative:
         found["speculative_config"] = speculative
+    if isinstance(drafts := found.get("speculative_config"), str) and drafts.startswith("{"):
+        drafts = found["speculative_config"] = parse_json(
+            drafts, "engine_args", "--speculative-config"
+        )
+    if isinstance(drafts, dict):
+        changes += [f"speculative_config.{name}" for name in _OF_DRAFTS if name in drafts]
+        found["speculative_config"] = {n: v for n, v in drafts.items() if n not in _OF_DRAFTS}
+    _check_values(engine, found)
     kind = str(found.get("kv_cache_dtype", "auto")).lower()
     if kind in _EIGHT:
         found["kv_cache_dtype"] = "fp8"
@@ -211,12 +242,37 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
         idle.append("disaggregation_mode")
     _place(found, nodes, local, idle)
     _send(engine, found, backend, together, changes, idle)
+    for name in unknown:
+        close = difflib.get_close_matches(name, sorted(_NAMES[engine]), 1, 0.85)
+        if close:
+            problem = f"--{name.replace('_', '-')} is no option of {VERSIONS[engine]}"
+            raise InputError("engine_args", problem, f"--{close[0].replace('_', '-')}")
     if unknown:
         names = ", ".join(_meant(engine, name) for name in sorted(unknown))
         text = f"of the launch line, no options of {VERSIONS[engine]}, so ignored: {names}"
         warnings.warn(EldrSimWarning(text), stacklevel=3)
     _warn_of(changes, idle)
     return found
+
+
+def _check_values(engine: str, found: dict[str, Any]) -> None:
+    """Read numbers as vLLM's parser does (``32k``: 32,000, ``32K``: 32,768), and raise InputError
+    for an option without its value; in place."""
+    for name, value in list(found.items()):
+        if name not in RUN_FIELDS:
+            continue
+        kinds = get_args(RUN_FIELDS[name].annotation) or (RUN_FIELDS[name].annotation,)
+        if value is True and bool not in kinds and {int, float} & {*kinds}:
+            raise InputError("engine_args", f"{name} without a value", "--option value ...")
+        short = _SHORT_NUMBER.fullmatch(value) if isinstance(value, str) else None
+        if engine == "vllm" and int in kinds and short is not None:
+            base = 1000 if short[2].islower() else 1024
+            found[name] = round(float(short[1]) * base ** ("kmgt".index(short[2].lower()) + 1))
+    if engine == "sglang" and found.get("max_num_batched_tokens") == -1:
+        problem = "--chunked-prefill-size -1: prompts without chunks are not simulated"
+        raise InputError("engine_args", problem, "tokens of a chunk, such as 16384")
+    if found.get("max_model_len") in ("auto", -1):  # as long as the KV cache allows
+        del found["max_model_len"]
 
 
 def _warn_of(changes: list[str], idle: list[str]) -> None:
@@ -368,15 +424,9 @@ def _send(
         found["prefill"] = {"all2all_backend": "deepep_ht"}
 
 
-def _bench_of(line: str) -> str:
-    """Return whose benchmark a line starts, ``vllm`` or ``sglang``; empty for an engine's line."""
-    before = line.partition(" -")[0].split() + line.split()[:3]
-    if any("bench_serving" in word for word in line.split()[:4]):
-        return "sglang"
-    return "vllm" if "bench" in before or any("benchmark_serving" in w for w in before) else ""
-
-
-def _bench_fields(bench: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
+def _bench_fields(
+    bench: str, said: list[tuple[str, Any]], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the load of a benchmark's line as fields; raises InputError.
 
     ``--random-range-ratio R``: vLLM draws lengths from N (1 - R) to N (1 + R), SGLang from R N to
@@ -389,6 +439,8 @@ def _bench_fields(bench: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in said:
         if name == "random_range_ratio":
             ratio = value
+        elif name == "model" and values.get("model") is None:
+            found["model"] = value
         elif name in BENCH:
             found[BENCH[name]] = value
         elif name in _OF_BENCH or name in WITHOUT_EFFECT:
@@ -453,21 +505,19 @@ def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def _options(line: str, engine: str, bench: str) -> Iterator[tuple[str, Any]]:
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise InputError("engine_args", f"{error}", "--option value ...") from None
-    before: list[str] = []
-    while words and (words[0] == "-m" or not words[0].startswith("-")):  # python -m sglang ...
-        before.append(words.pop(0))
-    if (
-        before[-1:]
-        and not bench
-        and before[-1] not in _COMMANDS
-        and any(word in _COMMANDS for word in before)
-    ):
-        yield "model", before[-1]  # vllm serve MODEL
+def _options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a line, and what its environment says instead of one."""
+    bench, words = line.bench, list(line.options)
+    if line.model:
+        yield "model", line.model
+    if not bench:
+        for name, value in line.environment.items():
+            if engine == "vllm" and (name in _OF_ENVIRONMENT or name in _NAMES["vllm"]):
+                yield _OF_ENVIRONMENT.get(name, name), _value(value)
+            elif (engine, name, value) == ("vllm", "VLLM_USE_V1", "0"):
+                raise InputError("engine_args", "VLLM_USE_V1=0 is not simulated", "vLLM's V1")
+            elif name.startswith(_ENVIRONMENTS) and not any(w in name for w in _IDLE_VARIABLES):
+                yield name, value
     while words:
         word = words.pop(0)
         if not word.startswith("-"):
@@ -485,6 +535,16 @@ def _options(line: str, engine: str, bench: str) -> Iterator[tuple[str, Any]]:
         yield name, _value(value) if equals else True
 
 
+#: Variables of vLLM's environment that were options, too.
+_OF_ENVIRONMENT = {"VLLM_ALL2ALL_BACKEND": "all2all_backend"}
+#: How those of engines begin, and words of such as change no answer.
+_ENVIRONMENTS = ("VLLM_", "SGLANG_", "SGL_", "TRTLLM_", "TLLM_")
+_IDLE_VARIABLES = ("LOG", "HOST", "PORT", "CACHE", "API_KEY", "USAGE", "TIMEOUT", "MODELSCOPE",
+                   "MULTIPROC", "USE_V1", "DEBUG", "TRACE", "METRICS")  # fmt: skip
+#: Of vLLM's speculative configuration, what changes no acceptance here.
+_OF_DRAFTS = ("prompt_lookup_max", "prompt_lookup_min", "max_model_len", "revision", "quantization",
+              "draft_tensor_parallel_size", "tensor_parallel_size", "enforce_eager",
+              "disable_padded_drafter_batch", "attention_backend", "moe_backend")  # fmt: skip
 #: Of SGLang's drafts, the options that `speculative` reads.
 _DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
