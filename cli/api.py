@@ -350,7 +350,7 @@ def what_if(
 
 
 class Simulation(simulation.Simulation):
-    """One run whose time SimPy processes share (docs/python.md).
+    """One run that shares its clock with SimPy processes (docs/python.md).
 
     ``arrivals``: whether the configuration's load arrives. Without it all requests come from
     processes, and each that arrives after the warm-up is measured; ``prefixes``: whether these

@@ -36,39 +36,60 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         check_options(about["out"], about["force"], about["calibration_fraction"])
         return function(about=about, **options)
 
-    share = "Share of each domain for fitting policies, where a prompt names no split."
-    key = "Key of the domain label in the JSONL file."
+    share = "Share of each domain's requests, without a split, that calibrate policies, 0 to 1."
+    key = "Key of the domain label in a line of the JSONL file."
     decorated: Callable[..., Any] = together(
-        option("--out", Path, required=True),
+        option("--out", Path, "Folder of the routing trace to write.", required=True),
         option("--domain-field", None, key, default="domain", metavar="KEY"),
         option("--calibration-fraction", float, share, default=0.5),
-        option("--model-name", None, "Name in the trace; that of MODEL by default."),
-        option("--source-data", None, "Where the prompts come from; the file's name by default."),
-        option("--notes", None, "Notes for readers of results.", default="", show_default=False),
-        option("--force", bool, "Replace DIR."),
+        option("--model-name", None, "Name of the model in the trace. Default: the name of MODEL."),
+        option(
+            "--source-data",
+            None,
+            "Source of the prompts, for readers of results. Default: the file's name.",
+        ),
+        option(
+            "--notes",
+            None,
+            "Notes on the recording, shown with every result.",
+            default="",
+            show_default=False,
+        ),
+        option("--force", bool, "Replace the trace in --out."),
     )(command)
     return decorated
 
 
-_JSONL = "JSONL: prompt (text, token ids or chat messages) and domain."
+_JSONL = "Prompts, a JSON object per line: prompt (text, token ids or chat messages), domain."
 #: Prompts and sampling.
 _generation_options = together(
     click.argument("model"),
     option("--prompts prompts_file", Path, _JSONL, required=True, metavar="FILE"),
-    option("--max-new-tokens", int, default=128),
-    option("--max-prompt-tokens", int, "Cut longer prompts to this."),
-    option("--temperature", float, "0 is greedy.", default=1.0),
-    option("--seed", int, default=0),
-    option("--ignore-eos", bool, "Never stop before --max-new-tokens."),
-    option("--dtype", ["auto", "float32", "bfloat16", "float16"], default="auto"),
+    option("--max-new-tokens", int, "Maximum number of generated tokens per request.", default=128),
+    option(
+        "--max-prompt-tokens",
+        int,
+        "Maximum number of prompt tokens; longer prompts are cut. Default: no limit.",
+    ),
+    option("--temperature", float, "Sampling temperature; 0 is greedy decoding.", default=1.0),
+    option("--seed", int, "Seed of sampling.", default=0),
+    option("--ignore-eos", bool, "Generate --max-new-tokens tokens, past end-of-sequence tokens."),
+    option(
+        "--dtype",
+        ["auto", "float32", "bfloat16", "float16"],
+        "Type of the weights; auto takes the checkpoint's.",
+        default="auto",
+    ),
 )
 
 
 @capture.command()
 @_generation_options
-@option("--batch-size", int, default=8)
-@option("--device", ["cpu", "cuda"], default="cpu")
-@option("--gate-scores", bool, "Also sum the gate's scores over each prompt (ELDR 4.2.3).")
+@option("--batch-size", int, "Prompts that are generated together.", default=8)
+@option("--device", ["cpu", "cuda"], "Device that runs the model.", default="cpu")
+@option(
+    "--gate-scores", bool, "Record the gate's scores, too, summed over each prompt (ELDR 4.2.3)."
+)
 @_trace_options
 def transformers(
     model: str,
@@ -91,8 +112,8 @@ def transformers(
 
 @capture.command()
 @_generation_options
-@option(TENSOR_PARALLEL_SIZE, int, default=1)
-@option("--max-model-len", int, "Longest sequence; the model's own by default.")
+@option(TENSOR_PARALLEL_SIZE, int, "GPUs that share the model.", default=1)
+@option("--max-model-len", int, "Maximum length of a sequence, tokens. Default: the model's.")
 @option("--method", ["plugin", "engine"], "Plug-in on the routers, eager mode; or "
         "enable_return_routed_experts (needs a GPU).", default="plugin")  # fmt: skip
 @_trace_options

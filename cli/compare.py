@@ -64,7 +64,7 @@ _OF_EXPERTS = ("domain", "eldr")
         show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
         metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
-@option("--seeds", int, "Seeds, from --seed on.", default=5)
+@option("--seeds", int, "Number of seeds, counted from --seed.", default=5)
 @jobs_option
 @option("--drafts", None, "Compare numbers of drafts of --speculative-config with none, under the "
         "first policy.", metavar="N,N,...")  # fmt: skip
@@ -318,7 +318,7 @@ def _warn_of_requests(change: Change) -> None:
         'against the base. Fields that belong together are one change: "topology=8P12D '
         'policy.tau=0.2".', multiple=True, metavar="FIELD=VALUE")  # fmt: skip
 @option("--together", bool, "Also make all changes at once.")
-@option("--seeds", int, "Seeds, from the base's on.", default=5)
+@option("--seeds", int, "Number of seeds, counted from the base run's.", default=5)
 @jobs_option
 @output("Write the figures.", "the result in --out")
 def what_if(

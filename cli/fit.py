@@ -22,27 +22,32 @@ from eldr_sim.policies.eldr.signature import (
 @click.command(short_help="Fit ELDR's routing artifact.")
 @option("--trace", None, "Routing trace; without it requests are drawn for the model, as for a "
         "run.", metavar="NAME|DIR", shell_complete=complete(traces, "dir"))  # fmt: skip
-@model_option("Model whose routing is drawn.")
-@option("--workload", None, "Workload whose domain mix the calibration requests have.",
+@model_option("Model to draw the routing of, without --trace.")
+@option("--workload", None, "Workload that gives the domain mix of the calibration requests.",
         default="task", metavar="task|language|trace|FILE",
         shell_complete=complete(workloads, "file"))  # fmt: skip
-@option("--decoders", int, "Decode workers, one centroid each.", required=True)
+@option("--decoders", int, "Number of decode workers; each gets one centroid.", required=True)
 @option("--signature", None, f"Transform of a prompt's experts: {', '.join(TRANSFORMS)}. The last "
         f"two are fitted on the calibration requests that have gate scores.", default="count-idf",
         metavar="NAME")  # fmt: skip
 @option("--layer-mask", None, "Layers of the signature: chosen greedily by rho, all, or the ones "
         "given.", default="greedy", metavar="greedy|all|N,N,...")  # fmt: skip
-@option("--clustering", None, "Hungarian-balanced or vanilla K-means.", default="balanced",
+@option("--clustering", None, "Clustering of the signatures: balanced (Hungarian) or vanilla "
+        "K-means.", default="balanced",
         metavar="|".join(METHODS))  # fmt: skip
-@option("--seedings", IntRange(1, 1000), "Starts of the clustering, of which the best is kept.",
+@option("--seedings", IntRange(1, 1000), "Number of starts of the clustering; the best result is "
+        "kept.",
         default=FitOptions().seedings)  # fmt: skip
 @option(
-    "--rounds", IntRange(1, 10_000), "Most rounds of the clustering.", default=FitOptions().rounds
+    "--rounds",
+    IntRange(1, 10_000),
+    "Maximum number of rounds of the clustering.",
+    default=FitOptions().rounds,
 )
 @option("--mask-pairs", IntRange(3, 10_000_000), "Pairs of requests, drawn with replacement, that "
         "rho is measured on.", default=FitOptions().mask_pairs)  # fmt: skip
-@option("--seed", int, default=0)
-@option("--out", Path, "Artifact.", required=True, metavar="FILE.npz")
+@option("--seed", int, "Seed of the fit.", default=0)
+@option("--out", Path, "Routing artifact to write.", required=True, metavar="FILE.npz")
 @option("--report", Path, "Draw rho by transform, rho by layers kept and the signatures' principal "
         "components, with CSV files, for this workload and the named ones that the trace can "
         "serve.")  # fmt: skip

@@ -123,7 +123,7 @@ def models() -> None:
 
 @click.command(short_help="Show how well a model is known on each GPU.")
 @click.argument("model", metavar="NAME|PATH", shell_complete=complete(model_names, "file"))
-@option("--gpu", None, "Only this GPU.", metavar="NAME|PATH",
+@option("--gpu", None, "Show only this GPU.", metavar="NAME|PATH",
         shell_complete=complete(gpu_names, "file"))  # fmt: skip
 def support(model: str, gpu: str | None) -> None:
     """Show what a model's step times rest on, by engine, GPU and precision.
@@ -211,7 +211,7 @@ def policies() -> None:
             print_table("Parameters", ["parameter", "default", "what"], parameters)
 
 
-@click.command(short_help="List clusters that somebody ran.")
+@click.command(short_help="List published cluster configurations.")
 @click.argument("name", required=False, metavar="[NAME[:MODEL][+warm-up]]")
 def presets(name: str | None) -> None:
     """List the presets of `run --preset`, or print the fields of one as a file for --config."""
@@ -259,14 +259,17 @@ def list_tables() -> None:
 
 
 @tables.command("import")
-@option("--gpu", required=True, metavar="NAME", shell_complete=complete(gpu_names))
-@model_option("Tables of this model's shapes.", default=None)
+@option("--gpu", None, "GPU to import the tables of.", required=True, metavar="NAME",
+        shell_complete=complete(gpu_names))  # fmt: skip
+@model_option("Import only tables of this model's shapes.  [default: all]", default=None)
 @parallel_options("tables")
-@option("--data-parallel-size", int, "Engines that share experts.", default=1, metavar="N")
-@option("--engine", None, "Whose kernels, and up to which version (the newest). Kernels "
-        "that it has no rows of are those of vllm, sglang or trtllm.", default="vllm",
-        metavar="NAME[==VERSION]")  # fmt: skip
-@option("--out", Path, required=True)
+@option(
+    "--data-parallel-size", int, "Number of engines that share experts.", default=1, metavar="N"
+)
+@option("--engine", None, "Engine to import kernels of (vllm, sglang, trtllm), and the "
+        "newest version to take. Kernels without rows for it are taken from another "
+        "engine.", default="vllm", metavar="NAME[==VERSION]")  # fmt: skip
+@option("--out", Path, "Folder of the tables to write.", required=True)
 def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
     """Import a GPU's tables from aisimulate or aiconfigurator-core, whichever is installed.
 

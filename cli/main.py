@@ -18,7 +18,7 @@ _COMMANDS = {
     "options": ("reference:options", "Search the options of a run."),
     "plan": ("plan:plan", "Find the cheapest cluster that meets an SLO."),
     "policies": ("listing:policies", "List the policies and their parameters."),
-    "presets": ("listing:presets", "List clusters that somebody ran."),
+    "presets": ("listing:presets", "List published cluster configurations."),
     "profile": ("profile:profile", "Measure the kernels of a GPU, or of the CPU."),
     "report": ("report:report", "Make one HTML page of results."),
     "reproduce": ("reproduce:reproduce", "Rerun a paper's evaluation."),

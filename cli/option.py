@@ -143,13 +143,13 @@ def model_option(help: str | None = None, default: str | None = "Qwen3-30B-A3B")
 
 def parallel_options(what: str) -> Decorator:
     """Return the options of a worker of several GPUs; ``what`` the command has of one of them."""
-    spread = "Whole experts spread over those GPUs."
+    spread = "Place whole experts on the GPUs of a worker instead of splitting each."
     both = "--enable-expert-parallel/--no-enable-expert-parallel"
-    gpus = f"GPUs of a worker: {what} of one GPU's part of the model."
+    gpus = f"GPUs per engine; {what} are those of one GPU's part of the model."
     return together(
         option(TENSOR_PARALLEL_SIZE, int, gpus, default=1, metavar="N"),
         option(both, None, spread, default=False),
     )
 
 
-jobs_option = option("--jobs", int, "Processes.  [default: one a CPU]", metavar="N")
+jobs_option = option("--jobs", int, "Number of processes.  [default: number of CPUs]", metavar="N")

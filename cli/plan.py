@@ -141,7 +141,7 @@ def plan(
         if topology and any(pool.ffn_ranks for pool in pools_of(topology).root.values()):
             raise InputError("emit", f"{topology} is not launched", "xPyD or xC")
         if any(_integers("ffn_ranks", options["ffn_ranks"])):
-            problem = "decode workers with FFN GPUs of their own are not launched"
+            problem = "decode workers with separate FFN GPUs are not launched"
             raise InputError("emit", problem, "none beside --ffn-ranks")
         try:
             check_out(emit, force, LAUNCHES)

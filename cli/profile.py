@@ -30,22 +30,24 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
 
 
 @click.command(short_help="Measure the kernels of a GPU, or of the CPU.")
-@option("--model models", None, "Models whose kernels to measure.", default="Qwen3-30B-A3B",
-        metavar="NAME|PATH,...",
+@option("--model models", None, "Models to measure the kernels of, comma-separated.",
+        default="Qwen3-30B-A3B", metavar="NAME|PATH,...",
         shell_complete=complete(model_names, "file", listed=True))  # fmt: skip
-@option("--device", default="cuda", metavar="cuda|cpu")
-@option("--budget", callback=_seconds, default="5m", metavar="TIME")
-@option("--out", Path, required=True)
-@option("--resume", bool, "Go on with the profile in --out.")
+@option("--device", None, "Device to measure: cuda (also AMD GPUs) or cpu.", default="cuda",
+        metavar="cuda|cpu")  # fmt: skip
+@option("--budget", None, "Time for the measurement: 90s, 5m, 1h. Tables are written from what "
+        "was measured by then.", callback=_seconds, default="5m", metavar="TIME")  # fmt: skip
+@option("--out", Path, "Folder of the tables to write.", required=True)
+@option("--resume", bool, "Continue the profile in --out.")
 @plot_option
-@option("--only", None, "Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, "
-        "host-gap.", metavar="PART,...")  # fmt: skip
+@option("--only", None, "Parts to measure: moe, moe-vllm, attention, gemm, elementwise, "
+        "collectives, nixl, host-gap. Default: all.", metavar="PART,...")  # fmt: skip
 @parallel_options("kernels")
-@option("--threads", int, "Threads, on the CPU.", default=1, metavar="N")
-@option("--frontend", Path, "Measure this machine's front end instead: the tokeniser, and HTTP "
-        "requests echoed.", metavar="TOKENIZER.json")  # fmt: skip
-@option("--text", Path, "Text that --frontend's prompts are parts of; else token ids in a row, "
-        "decoded.", metavar="FILE")  # fmt: skip
+@option("--threads", int, "Threads of a kernel on the CPU.", default=1, metavar="N")
+@option("--frontend", Path, "Measure this machine's API server instead of kernels: the "
+        "tokeniser in this file, and HTTP requests.", metavar="TOKENIZER.json")  # fmt: skip
+@option("--text", Path, "Text to cut the prompts of --frontend from. Default: consecutive token "
+        "ids, decoded.", metavar="FILE")  # fmt: skip
 def profile(
     models: str,
     out: Path,

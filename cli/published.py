@@ -27,7 +27,7 @@ def _today() -> str:
 
 
 @click.command()
-@option("--out", Path, "Folder of the predictions; those that it holds already are kept.")
+@option("--out", Path, "Folder of the predictions; those already in it are kept.")
 @option("--of parts", ["launches", "aiconfigurator"], "Rows with their launch lines, or those of "
         "aiconfigurator-core. Both by default, where it is installed.", multiple=True)  # fmt: skip
 @option("--rows", _READ, "Other rows with launch lines, with the columns of "

@@ -76,8 +76,8 @@ def _facts(unit: str, default: str) -> str:
 )
 @click.argument("word", required=False, shell_complete=complete(lambda: PATHS))
 def options(word: str | None) -> None:
-    """List the options of a run by group, with units and defaults; of WORD, those whose name, group
-    or description contains it.
+    """List the options of a run by group, with units and defaults; with WORD, those
+    with the word in their name, group or description.
 
     An option can be given in three ways: its flag, `--set FIELD=VALUE` (`--set max_num_seqs=64`,
     or within its group, `engine.max_num_seqs=64`), and a line `FIELD: VALUE` in the file of

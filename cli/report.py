@@ -26,8 +26,8 @@ from eldr_sim.reports.page import write_report
 @click.argument(
     "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path)
 )
-@option("--out", Path, "Page to write.", default=Path("report.html"), metavar="FILE")
-@option("--force", bool, "Replace FILE.")
+@option("--out", Path, "HTML file to write.", default=Path("report.html"), metavar="FILE")
+@option("--force", bool, "Replace the file in --out.")
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.
 
@@ -39,7 +39,7 @@ def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
 @click.command(short_help="Say where time went in a run, or why two runs differ.")
 @click.argument("result", type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
-@option("--request", int, "One request, beside its like.", metavar="ID")
+@option("--request", int, "Explain one request, next to the mean of similar ones.", metavar="ID")
 def explain(result: Path, other: Path | None, request: int | None) -> None:
     """Say where the time of a run's requests went; of two runs, why their TTFT and TPOT differ.
 
@@ -78,17 +78,19 @@ _START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:3
 
 
 @click.command(cls=GroupedCommand, short_help="Explore clusters on a page in the browser.")
-@option("--port", IntRange(1, 65535), "Port to listen on.", default=8050, metavar="N")
-@option("--host", default="127.0.0.1", metavar="ADDRESS")
-@option("--read-only", bool, "Show what the options say, and nothing else.")
+@option("--port", IntRange(1, 65535), "Port that the page is served at.", default=8050, metavar="N")
+@option("--host", None, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1",
+        metavar="ADDRESS")  # fmt: skip
+@option("--read-only", bool, "Show the cluster of the options, without controls.")
 @option("--allowed-host", None, "A name that requests may use for this server, besides IP "
         "addresses, localhost and the machine's name: gpu7, .example.com, * for any; repeat for "
         "more.", multiple=True, metavar="NAME")  # fmt: skip
-@option("--point-timeout", FloatRange(0.0, min_open=True), "Seconds that a point may take.",
+@option("--point-timeout", FloatRange(0.0, min_open=True), "Maximum time for a point, s.",
         default=120.0, metavar="S")  # fmt: skip
-@option("--point-memory-gib", FloatRange(0.5), "Memory of a process that computes points.",
+@option("--point-memory-gib", FloatRange(0.5), "Maximum memory of a process that computes "
+        "points, GiB.",
         default=4.0, metavar="GIB")  # fmt: skip
-@option("--point-requests", IntRange(1), "Requests of a point, at most.", default=20_000,
+@option("--point-requests", IntRange(1), "Maximum number of requests in a point.", default=20_000,
         metavar="N")  # fmt: skip
 @run_options()
 def explore(

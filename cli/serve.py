@@ -36,31 +36,36 @@ _OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 
 
 @click.command(cls=GroupedCommand, short_help="Serve OpenAI's API from a simulated cluster.")
-@option("--host", default="127.0.0.1", metavar="ADDRESS")
-@option("--port", IntRange(0, 65535), "Port of the whole cluster; 0 takes a free one.",
+@option("--host", None, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1",
+        metavar="ADDRESS")  # fmt: skip
+@option("--port", IntRange(0, 65535), "Port of the cluster's API; 0 takes a free one.",
         default=8000, metavar="N")  # fmt: skip
-@option("--engine-ports", IntRange(1, 65535), "A port for each worker of an xC cluster instead, "
-        "from N on: another router chooses.", metavar="N")  # fmt: skip
-@option("--engine-header", None, "A header that names the worker of an xC cluster, 0 and on, at "
-        "the one port: another router chooses.", metavar="NAME")  # fmt: skip
-@option("--admin-port", IntRange(1, 65535), "A port on the loopback address that slows, hangs, "
-        "kills and drains workers on request (docs/serve.md).", metavar="N")  # fmt: skip
-@option("--kv-events-config", None, "vLLM's option: publishes KV events, worker n at the ports "
-        "plus n.", metavar="JSON")  # fmt: skip
-@option("--lora-modules adapters", None, "Name of a LoRA adapter, which costs what the model "
-        "costs; repeat for more.", multiple=True, metavar="NAME[=PATH]")  # fmt: skip
-@option("--speed", FloatRange(0.0, min_open=True), "Simulated seconds a second.", default=1.0,
+@option("--engine-ports", IntRange(1, 65535), "First of the ports of the workers of an xC "
+        "cluster, one port per worker; a router of yours chooses.", metavar="N")  # fmt: skip
+@option("--engine-header", None, "Request header with the number of the worker, from 0, in an xC "
+        "cluster at one port; a router of yours chooses.", metavar="NAME")  # fmt: skip
+@option("--admin-port", IntRange(1, 65535), "Port on the loopback address for faults: slow, hang, "
+        "kill and drain workers (docs/serve.md).", metavar="N")  # fmt: skip
+@option("--kv-events-config", None, "Publish KV events, as vLLM's option of this name; worker n "
+        "publishes at the port plus n.", metavar="JSON")  # fmt: skip
+@option("--lora-modules adapters", None, "Name of a LoRA adapter to serve, at the cost of the "
+        "model; repeat for more.", multiple=True, metavar="NAME[=PATH]")  # fmt: skip
+@option("--speed", FloatRange(0.0, min_open=True), "Simulated seconds per second of wall-clock "
+        "time.", default=1.0,
         metavar="X")  # fmt: skip
-@option("--max-queue", IntRange(1), "Requests that may wait; beyond them the answer is 429.  "
-        "[default: any number]", metavar="N")  # fmt: skip
-@option("--ready-after ready_after_s", FloatRange(0.0), "Seconds until /health answers 200, as of "
-        "an engine that loads weights.", default=0.0, metavar="S")  # fmt: skip
-@option("--tokenizer", _FILE, "A tokenizer.json that counts prompts' tokens.  [default: four "
-        "characters are one]", metavar="FILE")  # fmt: skip
+@option("--max-queue", IntRange(1), "Maximum number of waiting requests; others get 429.  "
+        "[default: no limit]", metavar="N")  # fmt: skip
+@option("--ready-after ready_after_s", FloatRange(0.0), "Time until /health answers 200, s, as "
+        "while "
+        "an engine loads weights.", default=0.0, metavar="S")  # fmt: skip
+@option("--tokenizer", _FILE, "A tokenizer.json that counts the tokens of prompts.  [default: "
+        "four characters are a token]", metavar="FILE")  # fmt: skip
 @_http_options
-@option("--log", _FILE, "Append what arrives, a line a request.", metavar="FILE")
-@option("--replay", _FILE, "Run such a log again, and end.", metavar="LOG")
-@output("Its result.", "the result in --out")
+@option("--log", _FILE, "Append a line of JSON for each request, for --replay.", metavar="FILE")
+@option(
+    "--replay", _FILE, "Simulate the requests of a --log again, without a server.", metavar="LOG"
+)
+@output("Folder for the result of --replay.", "the result in --out")
 @run_options(seldom="requests")
 def serve(
     host: str,
@@ -149,42 +154,54 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 
 
 @click.command(short_help="Route requests to real engines by a policy.")
-@option("--decode decode_urls", None, "An engine that answers; repeat for more. Without --prefill "
-        "it computes prompts, too.", multiple=True, required=True, metavar="URL")  # fmt: skip
-@option("--prefill prefill_urls", None, "An engine that computes prompts for them (NIXL); repeat "
-        "for more.", multiple=True, metavar="URL")  # fmt: skip
-@option("--policy", None, "Chooses the decode engine.", default="jsq", metavar="NAME[:P=V,...]",
+@option("--decode decode_urls", None, "URL of an engine that decodes; repeat for more. Without "
+        "--prefill it also computes prompts.", multiple=True, required=True,
+        metavar="URL")  # fmt: skip
+@option("--prefill prefill_urls", None, "URL of an engine that computes prompts and hands KV "
+        "caches "
+        "over (NIXL); repeat for more.", multiple=True, metavar="URL")  # fmt: skip
+@option("--policy", None, "Policy that chooses the decode engine "
+        "(docs/router.md).", default="jsq", metavar="NAME[:P=V,...]",
         shell_complete=complete(policies("decode")))  # fmt: skip
-@option("--prefill-policy", None, "Chooses the prefill engine.", default="least_loaded",
+@option("--prefill-policy", None, "Policy that chooses the prefill engine.", default="least_loaded",
         metavar="NAME[:P=V,...]", shell_complete=complete(policies("prefill")))  # fmt: skip
-@option("--capture", None, "ELDR_SIM_CAPTURE of a prefill engine, for policies that read expert "
-        "signatures.", multiple=True, metavar="DIR")  # fmt: skip
-@option("--kv-events", None, "Where an engine that computes prompts publishes what its KV cache "
-        "holds, for policies that read caches; in the order of the engines.", multiple=True,
+@option("--capture", None, "Folder of ELDR_SIM_CAPTURE of a prefill engine, for policies that "
+        "read expert signatures; repeat for more.", multiple=True, metavar="DIR")  # fmt: skip
+@option("--kv-events", None, "Endpoint of the KV events of an engine that computes prompts, for "
+        "policies that read caches; repeat in the order of the engines.", multiple=True,
         metavar="ENDPOINT")  # fmt: skip
 @option("--host", None, "Address to listen on.", default="127.0.0.1", metavar="ADDRESS")
 @option("--port", IntRange(0, 65535), "Port to listen on; 0 takes a free one.", default=8080,
         metavar="N")  # fmt: skip
-@option("--retries", IntRange(0), "Other engines that a request may go to before its first token.",
+@option("--retries", IntRange(0), "Maximum number of other engines to try before the first token.",
         default=1, metavar="N")  # fmt: skip
-@_timed("request-timeout", 30.0, "Until a client has sent its request.")
-@_timed("connect-timeout", 5.0, "Until an engine accepts a connection.")
-@_timed("first-token-timeout", 120.0, "Until the first token of a stream.")
-@_timed("token-timeout", 60.0, "Between tokens.")
-@_timed("answer-timeout", 1800.0, "Until an answer that is not streamed.")
-@_timed("health-interval", 1.0, "Between two questions for an engine's /health.")
-@_timed("health-timeout", 3.0, "Until an answer to them; the second without ejects the engine.")
-@option("--signal-interval-ms", _SECONDS, "Between two looks at the engines' metrics, where the "
-        "policy reads them.", default=100.0, metavar="MS")  # fmt: skip
+@_timed("request-timeout", 30.0, "Maximum time for a client to send its request, s.")
+@_timed("connect-timeout", 5.0, "Maximum time for an engine to accept a connection, s.")
+@_timed("first-token-timeout", 120.0, "Maximum time to the first token of a stream, s.")
+@_timed("token-timeout", 60.0, "Maximum time between two tokens of a stream, s.")
+@_timed("answer-timeout", 1800.0, "Maximum time for an answer that is not streamed, s.")
+@_timed("health-interval", 1.0, "Time between two checks of an engine's /health, s.")
+@_timed(
+    "health-timeout",
+    3.0,
+    "Maximum time for an answer of /health, s; an engine is ejected after two without.",
+)
+@option("--signal-interval-ms", _SECONDS, "Time between two reads of the engines' /metrics, ms, "
+        "for policies that use them.", default=100.0, metavar="MS")  # fmt: skip
 @_http_options
-@option("--max-answer-mib", _MIB, "Largest answer of an engine that is not streamed.",
+@option("--max-answer-mib", _MIB, "Maximum size of an answer that is not streamed, MiB.",
         default=64.0, metavar="MIB")  # fmt: skip
-@option("--log", click.Path(dir_okay=False), "Append a line a request.", metavar="FILE")
+@option(
+    "--log",
+    click.Path(dir_okay=False),
+    "Append a line of JSON for each request, without content.",
+    metavar="FILE",
+)
 def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **options: Any) -> None:
     """Route OpenAI's completions to real engines by a policy (docs/router.md).
 
-    Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics until it is told
-    to stop. Needs `pip install 'eldr-sim[live]'`."""
+    Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics until SIGTERM or
+    Ctrl-C. Needs `pip install 'eldr-sim[live]'`."""
     from eldr_sim.serving.router.config import make_config
     from eldr_sim.serving.router.proxy import serve
 

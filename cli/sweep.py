@@ -28,14 +28,15 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 
 @click.command(short_help="Run a grid or any other set of runs.")
 @click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
-@option("--out", Path, "Keep the runs here.")
+@option("--out", Path, "Folder for the runs and the data set.")
 @option("--resume", bool, "Continue the sweep in --out.")
 @option("--force", bool, "Replace the sweep in --out.")
 @option("--dry-run", bool, "Print the points without running them.")
-@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
-@option("--backend", [*get_args(Backend)], "Processes of this machine, or a Ray cluster.",
+@option("--jobs", int, "Number of runs at a time.  [default: number of CPUs]", metavar="N")
+@option("--backend", [*get_args(Backend)], "Where to run: processes of this machine, or a Ray "
+        "cluster.",
         default="joblib")  # fmt: skip
-@option("--address", None, "The Ray cluster.  [default: auto, the one that runs here]",
+@option("--address", None, "Address of the Ray cluster.  [default: auto, the one on this machine]",
         metavar="auto|local|HOST:PORT")  # fmt: skip
 def sweep(
     file: Path,

@@ -30,10 +30,10 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
 
 @click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
 @click.argument("name", default=REFERENCE_TRACE, metavar="[NAME|DIR]")
-@option("--out", Path, "Model.", required=True, metavar="FILE.npz")
-@option("--report", Path, "Draw a twin of the trace, print what was fitted and what was not, and "
-        "write both.")  # fmt: skip
-@option("--seed", int, default=0)
+@option("--out", Path, "Fitted model to write.", required=True, metavar="FILE.npz")
+@option("--report", Path, "Folder for a report: a synthetic twin of the trace and its statistics "
+        "next to the trace's.")  # fmt: skip
+@option("--seed", int, "Seed of the draw.", default=0)
 @option("--force", bool, "Replace the file and the report.")
 def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: bool) -> None:
     """Fit a generative model of routing to a trace."""
@@ -61,25 +61,50 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 
 
 @click.command(short_help="Write a synthetic trace of any shape.")
-@option("--preset", None, f"Shape and strengths: {', '.join(PRESETS)}.", metavar="NAME")
+@option("--preset", None, f"Preset to draw from: {', '.join(PRESETS)}.", metavar="NAME")
 @option("--from fitted", None, f"A fitted model that comes with the package ({', '.join(FITTED)}), "
         "or one of trace fit-synthetic. Of its shape only --layers may be changed.",
         metavar="NAME|FILE.npz")  # fmt: skip
-@option("--out", Path, required=True)
-@option("--band", [*BANDS], "Of the preset.  [default: middle]")
-@option("--layers", int, "MoE layers.")
-@option("--experts", int, "Routed experts a layer.")
-@option("--top-k", int, "Experts that a token chooses in a layer.")
-@option("--domains", None, "By default those of both workloads.", metavar="NAME,NAME,...")
+@option("--out", Path, "Folder of the routing trace to write.", required=True)
+@option(
+    "--band",
+    [*BANDS],
+    "How much of the variance between requests the domain explains in the "
+    "preset.  [default: middle]",
+)
+@option("--layers", int, "Number of MoE layers.  [default: the model's]")
+@option("--experts", int, "Number of routed experts per layer.  [default: the model's]")
+@option("--top-k", int, "Number of experts per token and layer.  [default: the model's]")
+@option(
+    "--domains",
+    None,
+    "Domains to draw.  [default: those of both workloads]",
+    metavar="NAME,NAME,...",
+)
 @option("--set", None, "Strength of a term, e.g. task=2.5; docs/sources.md lists them. "
         "May be repeated.", multiple=True, metavar="NAME=VALUE")  # fmt: skip
-@option("--requests", int, "Of the serving split.  [default: 800]")
-@option("--calibration", int, "Of the calibration split.  [default: 640]")
-@option("--prompt-len", None, "Tokens.  [default: 64, or as fitted]", metavar="N|LOW:HIGH")
-@option("--output-len", None, "Tokens.  [default: 128, or as fitted]", metavar="N|LOW:HIGH")
-@option("--like", None, "Requests as in this trace: domains, lengths, splits.", metavar="NAME|DIR")
-@option("--seed", int, default=0)
-@option("--force", bool, "Replace DIR.")
+@option("--requests", int, "Number of requests to serve.  [default: 800]")
+@option("--calibration", int, "Number of requests that calibrate policies.  [default: 640]")
+@option(
+    "--prompt-len",
+    None,
+    "Prompt tokens of each request.  [default: 64, or as fitted]",
+    metavar="N|LOW:HIGH",
+)
+@option(
+    "--output-len",
+    None,
+    "Generated tokens of each request.  [default: 128, or as fitted]",
+    metavar="N|LOW:HIGH",
+)
+@option(
+    "--like",
+    None,
+    "Take domains, lengths and splits of the requests from this trace.",
+    metavar="NAME|DIR",
+)
+@option("--seed", int, "Seed of the draw.", default=0)
+@option("--force", bool, "Replace the trace in --out.")
 def synthesize(
     preset: str | None, fitted: str | None, out: Path, like: str | None, **options: Any
 ) -> None:

@@ -77,8 +77,8 @@ def formats() -> None:
 @click.argument(
     "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
 )
-@option("--json as_json", bool, "Print all figures as JSON.")
-@option("--out", Path, "Write all figures: statistics.json and CSV files.")
+@option("--json as_json", bool, "Print all figures as JSON instead of tables.")
+@option("--out", Path, "Folder for all figures: statistics.json and CSV files.")
 @plot_option
 @option("--force", bool, "Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
@@ -141,22 +141,47 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 
 @trace.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@option("--out", Path, required=True)
-@option("--format", [*READERS], "Detected from the content when not given.")
-@option("--model", None, "Model whose gates chose the experts.", required=True)
-@option("--experts n_experts", int, "Experts a layer; a .npz file has it.", metavar="N")
-@option("--ranked", bool, "The ids of a token are in the gate's order, highest first.")
-@option("--domain", None, "Domain of the requests, where the file knows none.", default="all")
-@option("--prompt-share", float, "Of a recording of generated tokens only, or of prompt tokens "
-        "only: the first share of each request that is to stand for its prompt, e.g. 0.25.",
+@option("--out", Path, "Folder of the routing trace to write.", required=True)
+@option("--format", [*READERS], "Format of FILE.  [default: detected from the content]")
+@option("--model", None, "Model that the experts were recorded from.", required=True)
+@option(
+    "--experts n_experts",
+    int,
+    "Number of experts per layer, if FILE does not contain it.",
+    metavar="N",
+)
+@option("--ranked", bool, "Treat the ids of a token as ordered by gate weight, highest first.")
+@option("--domain", None, "Domain of the requests, for formats without domains.", default="all")
+@option("--prompt-share", float, "Share of each request that stands for its prompt, 0 to 1, in a "
+        "recording of generated tokens only or of prompt tokens only: 0.25.",
         metavar="SHARE")  # fmt: skip
-@option("--encoding", [*FILE_NAMES], "Plain, or compressed.", default="npy")
-@option("--captured-by", None, "How the choices were recorded.", required=True)
-@option("--source-data", None, "Text that the model read, with its licence.", required=True)
-@option("--notes", None, "Notes for readers of results.", default="", show_default=False)
-@option("--provenance", ["recorded", "synthetic", "imported"], default="imported")
-@option("--calibration-fraction", float, default=0.5)
-@option("--force", bool, "Replace DIR.")
+@option(
+    "--encoding",
+    [*FILE_NAMES],
+    "Encoding of the ids: npy (plain) or xz (compressed).",
+    default="npy",
+)
+@option(
+    "--captured-by", None, "Tool that recorded the experts, for readers of results.", required=True
+)
+@option(
+    "--source-data",
+    None,
+    "Source of the text, with its licence, for readers of results.",
+    required=True,
+)
+@option(
+    "--notes",
+    None,
+    "Notes on the recording, shown with every result.",
+    default="",
+    show_default=False,
+)
+@option("--provenance", ["recorded", "synthetic", "imported"], "Origin of the trace that results "
+        "state.", default="imported")  # fmt: skip
+@option("--calibration-fraction", float, "Share of each domain's requests that calibrate policies, "
+        "0 to 1.", default=0.5)  # fmt: skip
+@option("--force", bool, "Replace the trace in --out.")
 def import_(file: Path, out: Path, **options: Any) -> None:
     """Import chosen experts that another tool recorded.
 
@@ -282,7 +307,7 @@ def _print_domains(statistics: TraceStatistics) -> None:
         between = f"{min(pairs):.3f} to {max(pairs):.3f} bits"
         click.echo(f"Jensen-Shannon divergence of two domains: {between}{apart}")
     if (nearest := statistics.nearest_neighbour_accuracy) is not None:
-        click.echo(f"Requests whose nearest other request is of their domain: {nearest:.3f}")
+        click.echo(f"Requests with the nearest other request in the same domain: {nearest:.3f}")
 
 
 def _lengths(summary: dict[str, float]) -> str:
@@ -303,15 +328,15 @@ def curve() -> None:
 
 @curve.command()
 @click.argument("log", type=click.Path(path_type=Path))
-@option("--sessions-file", None, "Which requests go on with which.", metavar="FILE.csv")
-@option("--model", None, "Model whose KV cache tokens take up room.", default="Qwen3-30B-A3B",
+@option("--sessions-file", None, "Table of sessions: request, parent, gap_s.", metavar="FILE.csv")
+@option("--model", None, "Model that gives the size of a cached token.", default="Qwen3-30B-A3B",
         shell_complete=complete(models))  # fmt: skip
 def hits(log: Path, sessions_file: str | None, model: str) -> None:
     """Show the prefix hit rate of LOG by the size of one cache, and of one without bounds.
 
-    LOG has block hashes (Mooncake's or Bailian's format). The cache forgets the least recently
-    used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound.
-    Requests come one after the other."""
+    LOG has block hashes (Mooncake's or Bailian's format). The cache evicts the least recently
+    used block (LRU), follows ARC, or evicts the worst session; Belady's bound is the most that
+    any order can find. Requests come one after the other."""
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.traces.requests.caches.eviction import hit_rates
     from eldr_sim.traces.requests.caches.reuse import reuse_of

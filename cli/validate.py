@@ -54,15 +54,15 @@ def validate() -> None:
 
 
 @validate.command()
-@option("--model", list(MEASURED_MODELS), "Model whose runs are predicted.", default="gpt-oss-120b")
-@option("--gpu", sorted(GPUS.values()), "Cards whose rows are predicted; repeat for more. H100 and "
-        "H200, or all where a model has no rows of these.", multiple=True)  # fmt: skip
+@option("--model", list(MEASURED_MODELS), "Model of the published runs.", default="gpt-oss-120b")
+@option("--gpu", sorted(GPUS.values()), "GPU of the published runs; repeat for more. Default: "
+        "H100 and H200, or all if a model has no rows of these.", multiple=True)  # fmt: skip
 @option("--moe-kernel", ["marlin", "oldest", "newest"], "MoE kernel: the oldest or the newest "
         "table, or marlin, derived. By default GPT-OSS takes marlin, Kimi-K2.5 (INT4) and "
         "DeepSeek-R1 the newest, the others the oldest.")  # fmt: skip
 @option("--forms", bool, "Predict with and without each part: front end, padding of weights, "
         "uneven routing.")  # fmt: skip
-@option("--out", Path, "Write tables here.")
+@option("--out", Path, "Folder for the tables of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def silicon(
     model: str,
@@ -174,7 +174,7 @@ def bench(results: tuple[Path, ...], steps: Path | None, **options: Any) -> None
 
 
 @validate.command()
-@option("--out", Path, "Write a table here.")
+@option("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def pd(out: Path | None, force: bool) -> None:
     """Predict published runs with prefill and decode workers, by hand-over preset.
@@ -200,7 +200,7 @@ def pd(out: Path | None, force: bool) -> None:
 @validate.command()
 @option("--requests", Path, "replay_data of github.com/inference-sim/training at commit c4f0340.",
         required=True)  # fmt: skip
-@option("--out", Path, "Write a table here.")
+@option("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     """Predict published runs of Mixtral, beside other estimators' errors.
@@ -284,7 +284,7 @@ _OF_ENGINES = (
 @option(
     "--out", Path, "Folder of the campaign; runs that it holds already are kept.", required=True
 )
-@option("--report", Path, "Write the report here, in the place of what is there.")
+@option("--report", Path, "Folder of the report; an older report there is replaced.")
 @option("--quick", bool, "Ten minutes on one engine: two loads, each twice for 25 s, a report in "
         "OUT/report and one verdict.")  # fmt: skip
 @option("--feature features", [*FEATURES, "all"], "Check a feature of one engine, in place of "
@@ -293,33 +293,45 @@ _OF_ENGINES = (
         multiple=True)  # fmt: skip
 @option("--policy policies", None, "Decode policies of the proxy where there are several decode "
         "engines.", multiple=True, default=("round_robin", "jsq", "eldr"))  # fmt: skip
-@option("--repeats", IntRange(1), default=3)
-@option("--duration", FloatRange(1.0), "Seconds that the arrivals of a load take.", default=45.0)
+@option("--repeats", IntRange(1), "Number of times that each load is run.", default=3)
+@option("--duration", FloatRange(1.0), "Length of the arrivals of a load, s.", default=45.0)
 @option("--model", None, "Model with a config.json; by default a small random one is made in "
         "--out.", metavar="DIR")  # fmt: skip
-@option("--dtype", default="bfloat16")
-@option(TENSOR_PARALLEL_SIZE, IntRange(1), default=1)
-@option("--max-model-len", IntRange(64), default=2048)
-@option("--max-num-seqs", IntRange(1), default=32)
-@option("--max-num-batched-tokens", IntRange(64), default=512)
+@option("--dtype", None, "Type of the weights, as vLLM names it.", default="bfloat16")
+@option(TENSOR_PARALLEL_SIZE, IntRange(1), "GPUs per engine.", default=1)
+@option("--max-model-len", IntRange(64), "Maximum length of a sequence, tokens.", default=2048)
+@option(
+    "--max-num-seqs", IntRange(1), "Maximum number of running requests of an engine.", default=32
+)
+@option(
+    "--max-num-batched-tokens", IntRange(64), "Maximum number of tokens in a step.", default=512
+)
 @option("--prompt-len", IntRange(4), "Prompt tokens where lengths are fixed; else their mean.",
         default=64)  # fmt: skip
 @option("--output-len", IntRange(2), "Output tokens where lengths are fixed; else their mean.",
         default=96)  # fmt: skip
-@option("--prefill-url prefill_urls", None, "A prefill engine that runs on this machine, and the "
-        "folder that it logs into.", multiple=True, metavar="URL=DIR")  # fmt: skip
-@option("--decode-url decode_urls", None, "A decode engine that runs; a co-located one without "
-        "--prefill-url.", multiple=True, metavar="URL=DIR")  # fmt: skip
-@option("--seed", IntRange(0), default=0)
-@option("--share shares", FloatRange(0, min_open=True), "A load of its own: so many times the "
-        "capacity; repeat for more. Four loads by default.", multiple=True)  # fmt: skip
-@option("--rate rates", FloatRange(0, min_open=True), "A load of its own: requests per second; "
+@option("--prefill-url prefill_urls", None, "URL of a running prefill engine on this machine, and "
+        "its log folder; repeat for more.", multiple=True, metavar="URL=DIR")  # fmt: skip
+@option("--decode-url decode_urls", None, "URL of a running decode engine (co-located without "
+        "--prefill-url) and its log folder; repeat for "
+        "more.", multiple=True, metavar="URL=DIR")  # fmt: skip
+@option("--seed", IntRange(0), "Seed of loads and prompts.", default=0)
+@option("--share shares", FloatRange(0, min_open=True), "Request rate of a load, as a "
+        "multiple of the calibrated capacity; repeat for more. Default: 0.4, 0.6, 0.8 and 1.2.",
+        multiple=True)  # fmt: skip
+@option("--rate rates", FloatRange(0, min_open=True), "Request rate of a load, requests/s; "
         "repeat for more.", multiple=True)  # fmt: skip
-@option("--lengths", ["recorded", "fixed"], "Lengths of loads of your own.", default="recorded")
-@option("--burstiness", FloatRange(0, min_open=True), "Arrivals of loads of your own: shape of the "
-        "gamma distribution of gaps, 1 is Poisson.", default=1.0)  # fmt: skip
+@option(
+    "--lengths",
+    ["recorded", "fixed"],
+    "Request lengths of --share and --rate loads.",
+    default="recorded",
+)
+@option("--burstiness", FloatRange(0, min_open=True), "Shape of the gamma distribution of the gaps "
+        "between arrivals in --share and --rate loads: 1 is Poisson, less is burstier.",
+        default=1.0)  # fmt: skip
 @option("--workload", click.Path(path_type=Path, dir_okay=False, exists=True),
-        "Request log whose lengths recorded loads have, scaled to --prompt-len and --output-len.",
+        "Request log to take lengths from, scaled to --prompt-len and --output-len.",
         metavar="FILE")  # fmt: skip
 @option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal, "
         "or of those of --texts. All alike by default.", metavar="NAME=WEIGHT,...")  # fmt: skip
@@ -341,7 +353,7 @@ def vllm(
 ) -> None:
     """Load a real vLLM, simulate the same requests again, and report the errors.
 
-    Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
+    Engines are started, calibrated on separate loads, loaded up to saturation and recorded
     (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`."""
     extra: tuple[str, ...] = ("--scheduling-policy", "priority") if shortest_first else ()
     if (blocks := asked["num_gpu_blocks_override"]) is not None:
@@ -364,7 +376,7 @@ def vllm(
     )
     if features:
         if campaign.texts is not None:
-            raise InputError("texts", "loads of features have prompts of their own", "no --feature")
+            raise InputError("texts", "loads of features make their own prompts", "no --feature")
         with task_bar() as update:
             check_features(campaign, list(FEATURES) if "all" in features else features, update)
         click.echo((out / "features.md").read_text(encoding="utf-8"))

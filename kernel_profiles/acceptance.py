@@ -115,7 +115,7 @@ def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
     if name is None:
         own = [e for e in _entries().values() if e.get("model") == model and e["method"] == method]
         if not own:
-            problem = f"nobody has published that of {method} for {model}"
+            problem = f"no published acceptance rates of {method} for {model}"
             allowed = "synthetic_acceptance_rates, synthetic_acceptance_length, or acceptance: "
             raise InputError(_FIELD, problem, allowed + ", ".join(_entries()))
         entry = own[0]

@@ -48,8 +48,8 @@ def say_behind(gpu: str, operation: str, n_gpus: int) -> list[str]:
         return []
     size, us, sibling, theirs = BEHIND[gpu, operation, n_gpus]
     return [
-        f"{operation} on {n_gpus} {gpu}: the row of {size:,} bytes takes {us:g} us, on {sibling}, "
-        f"whose links are slower, {theirs:g}"
+        f"{operation} on {n_gpus} {gpu}: the row of {size:,} bytes takes {us:g} us; on {sibling}, "
+        f"with slower links, {theirs:g}"
     ]
 
 

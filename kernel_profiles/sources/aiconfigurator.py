@@ -52,7 +52,7 @@ _SMALLEST, _LAUNCH_MS = 128, 0.01
 _CONVOLUTION_MS = 0.1  # of the smallest step: any longer is a launch
 _LARGE_BYTES = 1e9  # no cache holds
 _FASTER = 1.2  # than the peak bandwidth
-_NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
+_NOTES = "CUDA graph timing, no L2 flush: points with data that fit the L2 cache read low"
 
 
 def balanced_distinct(tokens: int, n_experts: int, top_k: int, n_ranks: int = 1) -> int:

@@ -99,7 +99,7 @@ def _dims(
         assert model is not None
         dims = load_model(model)
         if not dims.is_dense:
-            problem = f"{dims.name}: nobody has recorded the experts that its drafts choose"
+            problem = f"{dims.name} has experts, and none are recorded for its drafts"
             raise InputError("speculative_config.model", problem, "a dense model")
         if method == "draft_model":
             return dims, [], 0

@@ -135,7 +135,7 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
     if not isinstance(config.cluster.topology, str) or not config.cluster.generates:
         raise InputError("emit", f"{config.cluster.topology} is not launched", "xPyD or xC")
     if any(pool.own.ffn_ranks for pool in config.pools):
-        problem = f"experts of {config.cluster.topology} on GPUs of their own are not launched"
+        problem = f"separate FFN GPUs of {config.cluster.topology} are not launched"
         raise InputError("emit", problem, "xPyD or xC")
     prepared, roles = prepare(config), []
     for pool, spec in zip(config.pools, prepared.spec.pools, strict=True):

@@ -85,7 +85,7 @@ def _lock(file: IO[bytes], folder: Path, what: str) -> None:
     except OSError:
         locked = False
     if not locked:
-        raise InputError("out", f"another {what} is at work in {folder}", "a folder of its own")
+        raise InputError("out", f"another {what} is at work in {folder}", "another folder")
 
 
 def _read(

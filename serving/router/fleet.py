@@ -50,7 +50,7 @@ class Counters(Registry):
         histogram = self.library.Histogram
         self.requests = made(counter, "requests", "Requests by their end.", ["path", "outcome"])
         self.retries = made(counter, "retries", "Requests that went to another engine.", ["pool"])
-        fate = "KV caches that nobody will fetch: freed, or left to the end of their lease."
+        fate = "KV caches that no engine will fetch: freed, or left to the end of their lease."
         self.releases = made(counter, "kv_releases", fate, ["outcome"])
         self.sent = made(counter, "engine_requests", "Requests sent.", ["pool", "engine"])
         self.ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
@@ -165,7 +165,8 @@ def _prefixes(
             raise InputError("kv_events", f"policy {policy.name!r} reads no caches", "none")
         return None
     if len(kv_events) != n_engines:
-        problem = f"{len(kv_events)} of {n_engines} engines, whose caches {policy.name!r} reads"
+        reads = f"{policy.name!r} reads the caches of all"
+        problem = f"{len(kv_events)} of {n_engines} engines; {reads}"
         raise InputError("kv_events", problem, allowed)
     require_zmq()
     return CachedPrefixes(n_engines)

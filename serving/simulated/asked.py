@@ -28,7 +28,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_regex": ((None,), "answers are filler words"),
     "guided_choice": ((None,), "answers are filler words"),
     "guided_grammar": ((None,), "answers are filler words"),
-    "priority": ((None, 0), "requests have no priorities of their own"),
+    "priority": ((None, 0), "requests have no priorities"),
     "previous_response_id": ((None,), "responses are not stored"),
     "background": ((None, False), "responses are not stored"),
     "conversation": ((None,), "responses are not stored"),

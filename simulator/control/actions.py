@@ -328,7 +328,7 @@ class Actions:
         then = self._then(w)
         if then == state.HERE:
             return bool(sequence["tokens_left"] == 0)
-        return bool(then == state.NOBODY and sequence["todo"] == 0)
+        return bool(then == state.NO_POOL and sequence["todo"] == 0)
 
     def _done(self, w: int) -> list[int]:
         """Return the requests that have got their last token, if an engine's step ends now."""
@@ -342,7 +342,7 @@ class Actions:
         """End a request with the step whose last token it got."""
         record = self.requests[request]
         record["finish_s"] = self.now
-        if self._then(record["worker"]) == state.NOBODY:
+        if self._then(record["worker"]) == state.NO_POOL:
             record["prefill_end_s"] = record["first_token_s"] = record["finish_s"]
         elif record["source"] < 0:
             record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]

@@ -114,7 +114,7 @@ def _of_workers(
     ):
         yield "gpus_per_node", "the GPUs that share experts are in one node, as they are by default"
     if not any(engine.group.ffn_ranks for engine in groups if engine.group is not None):
-        yield "micro_batches", "no worker has its experts on GPUs of their own"
+        yield "micro_batches", "no worker has separate FFN GPUs"
     placements = {str(pool.own.expert_placement) for pool in config.pools}
     alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
     if groups and alone and not any(engine.n_redundant for engine in groups):

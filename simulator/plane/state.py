@@ -7,8 +7,8 @@ import numpy as np
 # --- who goes on when a prompt is computed: ``POOL.then``, or the number of a router, from 0 ---
 #: The worker that has computed it.
 HERE = np.int64(-1)
-#: Nobody: the prompt was all that was asked for.
-NOBODY = np.int64(-2)
+#: No pool: the request ends with its prompt.
+NO_POOL = np.int64(-2)
 # --- KV blocks that an engine lets who joins count on: ``POOL.reserve`` ---
 #: Those of the prompt (vLLM); of the prompt and a share of what is still to come (SGLang); of all
 #: tokens to the end (TensorRT-LLM).

@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
-from eldr_sim.simulator.plane.state import HERE, NOBODY
+from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional
 from eldr_sim.simulator.setup.config.engines import EngineRules
@@ -93,7 +93,7 @@ class PoolSpec(NamedTuple):
     name: str
     n: int  #: engines
     engine: EngineSpec
-    #: Who goes on: the number of a router, ``state.HERE`` or ``state.NOBODY``.
+    #: What comes after the prompt: the number of a router, ``state.HERE`` or ``state.NO_POOL``.
     then: int = int(HERE)
     router: int = 0  #: that chooses among the pool's workers
     #: Of KV caches that its workers send and fetch; None where `ClusterSpec.transfer` says it.
@@ -118,7 +118,7 @@ def make_pools(
     """Return the pools of an ``xPyD`` cluster; of ``xC`` without prefill, ``xP`` without decode."""
     pools = []
     if n_prefill:
-        pools.append(PoolSpec("prefill", n_prefill, prefill, 1 if n_decode else int(NOBODY)))
+        pools.append(PoolSpec("prefill", n_prefill, prefill, 1 if n_decode else int(NO_POOL)))
     if n_decode:
         pools.append(PoolSpec("decode", n_decode, decode, router=len(pools)))
     return tuple(pools)

@@ -42,7 +42,7 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
     problems = {
         f"{workers.workers} {workers.name} workers": workers.workers > 1,
         "experts are cut": not parallelism.expert_parallel,
-        "experts lie on GPUs of their own": bool(parallelism.ffn_ranks),
+        "experts lie on separate FFN GPUs": bool(parallelism.ffn_ranks),
         "experts move (eplb_interval)": config.experts.eplb_interval is not None,
         "workers fail (fail, events)": bool(config.faults.fail or config.faults.events),
     }

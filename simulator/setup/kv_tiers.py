@@ -106,7 +106,7 @@ def parse_tier(text: str) -> Tier:
         problem = f"{text!r}: sessions are what is stored when it is computed"
         raise InputError("kv_tier", problem, "write=through beside evict=session")
     if tier.exclusive and tier.evict == "arc":
-        problem = f"{text!r}: who loads from it takes out what ARC has to see used again"
+        problem = f"{text!r}: a load removes the block, and ARC has to see it used again"
         raise InputError("kv_tier", problem, "evict=lru, fifo beside exclusive")
     return tier
 

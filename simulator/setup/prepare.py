@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import noting_use
 from eldr_sim.policies import registry
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
-from eldr_sim.simulator.plane.state import HERE, NOBODY
+from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
 from eldr_sim.simulator.setup.config.engines import OPTIONS, version_fields
@@ -209,7 +209,7 @@ def _pools(
                 pool.name,
                 n,
                 engine,
-                then if config.cluster.generates else int(NOBODY),
+                then if config.cluster.generates else int(NO_POOL),
                 router[pool.name],
                 made[at],
                 weights[at],

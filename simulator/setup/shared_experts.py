@@ -58,10 +58,10 @@ def check_disaggregated(
     if (pool.data_parallel_size or 1) < 2:
         raise InputError(field, "one engine of attention", "2 or more, as in 4P2A1F")
     if pool.speculative_config is not None:
-        problem = "drafts are not simulated where experts lie on GPUs of their own"
+        problem = "drafts are not simulated with separate FFN GPUs"
         raise InputError("speculative_config", problem, "not given")
     if moves:
-        problem = "experts on GPUs of their own do not move"
+        problem = "experts on separate FFN GPUs do not move"
         raise InputError("eplb_interval", problem, "not given")
     topology, engines = cluster.topology, cluster.decode.data_parallel_size
     if isinstance(topology, str) and engines is not None:
@@ -147,7 +147,7 @@ def _split(overlap: bool, engine: EngineSpec, all_to_all: AllToAll) -> tuple[int
     if not overlap:
         return 0, 0, 1.0
     if engine.parallelism.ffn_ranks:
-        problem = "experts on GPUs of their own compute micro-batches"
+        problem = "separate FFN GPUs compute micro-batches"
         raise InputError("two_batch_overlap", problem, "--micro-batches")
     slower = _SMS / (_SMS - _SENDING_SMS) if all_to_all.backend == "deepep_ht" else 1.0
     return *_SPLIT_FROM.get(engine.engine, (2, 2)), slower

@@ -123,7 +123,9 @@ def _check_stream(settings: ExpertsConfig, pool: Pool, parallelism: Parallelism)
         problem = f"{engines} engines that dispatch their tokens copy no experts from the host"
         raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
     if settings.expert_gather is not None and engines == 1:
-        raise InputError(name, "one GPU has nobody to gather from", "--data-parallel-size 2 to 8")
+        raise InputError(
+            name, "one GPU has no others to gather from", "--data-parallel-size 2 to 8"
+        )
     if engines > 1 and not parallelism.expert_parallel:
         raise InputError(name, "experts that are gathered are whole", "--enable-expert-parallel")
     if settings.expert_gather == "needed":

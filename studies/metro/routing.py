@@ -151,7 +151,7 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
     each = [percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32]
     claims = [
         Claim(
-            "METRO activates at most so many more experts on the busiest GPU than the optimum",
+            "excess of experts that METRO activates on the busiest GPU over the optimum",
             10.9, 10.9, max(over.values()), "%", 2.0,
             f"{min(over.values()):.1f} to {max(over.values()):.1f}% over the cells, most for "
             f"{_named(max(over, key=lambda key: over[key]))}; with 32 tokens a GPU "

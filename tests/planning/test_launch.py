@@ -405,14 +405,14 @@ def test_what_an_engine_cannot_do_is_said():
 
 def test_experts_on_gpus_of_their_own_are_not_launched(run_cli, tmp_path):
     own = {"topology": "2P4A4F", "trace": "reference-moe"}
-    with pytest.raises(InputError, match="2P4A4F on GPUs of their own are not launched"):
+    with pytest.raises(InputError, match="separate FFN GPUs of 2P4A4F are not launched"):
         launch_files(make_config(own), "1", (100.0, 1.0, 1.0))
     words = ["plan", "--topology", "2P4A4F", "--slo", "tpot:30", "--emit", tmp_path / "files"]
     code, _, err = run_cli(*words)
     assert (code, "2P4A4F is not launched" in err) == (2, True)
     asked = ["plan", "--request-rate", 20, "--slo", "tpot:30", "--dp", 4, "--ffn-ranks", "0,4"]
     code, _, err = run_cli(*asked, "--emit", tmp_path / "files")
-    said = "emit: decode workers with FFN GPUs of their own are not launched"
+    said = "emit: decode workers with separate FFN GPUs are not launched"
     assert (code, err.count("\n"), said in err) == (2, 1, True)  # before anything is simulated
 
 

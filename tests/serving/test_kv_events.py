@@ -172,7 +172,7 @@ def test_policies_that_read_caches_need_events():
     def made(policy, *endpoints):
         make_app(make_config(port=0, decode_urls=urls, policy=policy, kv_events=list(endpoints)))
 
-    with pytest.raises(InputError, match="kv_events: 0 of 2 engines, whose caches 'llmd' reads"):
+    with pytest.raises(InputError, match="kv_events: 0 of 2 engines; 'llmd' reads"):
         made("llmd")
     with pytest.raises(InputError, match="kv_events: policy 'jsq' reads no caches"):
         made("jsq", "tcp://127.0.0.1:5")

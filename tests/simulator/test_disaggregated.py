@@ -211,7 +211,7 @@ def test_several_decode_workers_are_spelled():
         ({"topology": "2P4A"}, "topology: '2P4A'"),
         ({"topology": "4A4F"}, "topology: '4A4F'"),
         ({"topology": "2P4A8F"}, "12 ranks on nodes of 8 GPUs"),
-        ({"eplb_interval": 10}, "eplb_interval: experts on GPUs of their own do not move"),
+        ({"eplb_interval": 10}, "eplb_interval: experts on separate FFN GPUs do not move"),
         ({"decode": {"data_parallel_size": 2}}, "decode.data_parallel_size: 2 engines beside"),
         ({"micro_batches": 0}, "micro_batches"),
         (

@@ -186,7 +186,7 @@ def test_prompts_that_nobody_takes_over_end_where_they_are_computed(make_cluster
     some_load.output_len[:] = 1
     apart = make_cluster(some_load, n_prefill=2, n_decode=3, n_blocks=60)
     alone = make_cluster(some_load, n_prefill=2, n_decode=0, n_blocks=60)
-    apart.arrays.engines.pools["then"][0] = state.NOBODY
+    apart.arrays.engines.pools["then"][0] = state.NO_POOL
     one, other = apart.run(), alone.run()
     assert other.completed.all()
     for name in other.requests.dtype.names:

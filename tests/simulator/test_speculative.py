@@ -293,7 +293,7 @@ def test_a_dense_model_drafts():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (drafts(), "nobody has published that of mtp for Qwen3-30B-A3B"),
+        (drafts(), "no published acceptance rates of mtp for Qwen3-30B-A3B"),
         (drafts(acceptance="best"), "unknown acceptance 'best'"),
         (drafts(synthetic_acceptance_rates=[0.5]), r"\[0.5\] for 3 drafts"),
         (drafts(synthetic_acceptance_rates=[0.5, 0.6, 0.1]), "that do not rise"),

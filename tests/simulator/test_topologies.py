@@ -33,7 +33,7 @@ def run(topology, **fields):
     [
         ("2P4D", {"p": {"workers": 2, "then": "d"}, "d": {"workers": 4}}),
         ("3C", {"all": {"workers": 3}}),
-        ("2P", {"p": {"workers": 2, "then": "nobody"}}),
+        ("2P", {"p": {"workers": 2, "then": "none"}}),
         # Pools that are alike behind one router are one.
         ("2P4D", {"a": {"workers": 1, "then": ["x", "y"]}, "x": {"workers": 1},
                   "y": {"workers": 3}, "b": {"workers": 1, "then": ["y", "x"]}}),
@@ -147,7 +147,7 @@ def test_processes_name_pools_as_the_file_does():
              "x": {"workers": 1}, "y": {"workers": 1}},
             "topology.a.then: a part of what another pool hands over to",
         ),
-        ({"a": {"workers": 1, "then": "nobody"}, "b": {"workers": 1}}, "some requests would end"),
+        ({"a": {"workers": 1, "then": "none"}, "b": {"workers": 1}}, "some requests would end"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_an_input_error(pools, said):

@@ -44,7 +44,7 @@ def test_sglang_dump_of_torch(tmp_path):
     position = np.concatenate([np.arange(4), np.arange(8)])[:, None, None]
     physical = (position + np.arange(1, 4)[:, None] + np.arange(2)) % 6
     assert np.array_equal(trace.experts, 5 - physical)
-    assert "told apart by the positions" in trace.manifest.notes
+    assert "the positions of their tokens separate them" in trace.manifest.notes
 
 
 @st.composite

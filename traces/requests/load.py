@@ -126,7 +126,7 @@ class Load:
             raise InputError("burstiness", problem, "1, or --arrivals poisson")
         if self.load is not None and (rate == math.inf or self.arrivals not in (None, "poisson")):
             field = "request_rate" if rate == math.inf else "arrivals"
-            problem = f"got {getattr(self, field)!r} beside load, whose arrivals are drawn"
+            problem = f"got {getattr(self, field)!r} beside load, which draws arrivals"
             raise InputError(field, problem, "a finite rate, arrivals poisson")
         if self.horizon_s is not None and count is not None:
             raise InputError("horizon_s", "given together with num_requests", "one of the two")

@@ -319,7 +319,7 @@ def _lengths(texts: Texts, load: Load, log: RequestLog | None, text: Ints) -> tu
         prompt = draw_lengths(load.input_len, load.range_ratios[0], n, load.seed, "input-length")
     if load.prompt_lengths == "data_sets":
         if log is not None or load.input_len is not None or load.prompts == "shared":
-            problem = "a named workload has them, whose prompts are unique and no --input-len"
+            problem = "only a named workload with unique prompts and without --input-len has them"
             raise InputError("prompt_lengths", problem, "trace")
         # One length for each text, so that signatures repeat as they do.
         names = [texts.domains[which] for which in texts.domain.tolist()]

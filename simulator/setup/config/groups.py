@@ -100,7 +100,7 @@ class ClusterConfig(Fields):
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x
     prefill workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y
-    engines whose experts lie on z GPUs of their own (docs/parallelism.md); or a file of pools."""
+    engines with their experts on z separate GPUs (docs/parallelism.md); or a file of pools."""
     gpu: Annotated[GPUName, Option(common=True)] = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: Annotated[
@@ -394,13 +394,13 @@ class ExpertsConfig(Fields):
     eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Overhead of rebalancing experts, in addition to moving the weights, ms."""
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
-    """Gather experts instead of dispatching tokens, in prefill workers whose engines have one GPU
-    each: while a layer computes, the next layer's experts are gathered from all GPUs, by
+    """Gather experts instead of dispatching tokens, in prefill workers with one GPU per
+    engine: while a layer computes, the next layer's experts are gathered from all GPUs, by
     ``collective`` operations or ``one_sided`` reads; ``needed`` reads only the experts that a
     layer's gate has chosen, after it has. Default: tokens are dispatched."""
     offload_window: Annotated[int | None, Option(unit="layers")] = Field(default=None, ge=1)
-    """Number of MoE layers, beyond the first, whose experts stay on the GPUs of a prefill worker;
-    the others are copied from host memory in time. Default: all layers."""
+    """Number of MoE layers, beyond the first, that keep their experts on the GPUs of a prefill
+    worker; the others are copied from host memory in time. Default: all layers."""
     gather_interference: float = Field(default=0.0, ge=0, le=1)
     """Slowdown of a layer by a concurrent gather: seconds lost per second of gathering."""
     kv_cache_free: bool = False

@@ -16,7 +16,7 @@ def check_window(asked: WorkloadConfig) -> None:
         others = ("num_requests", "request_rate", "warmup", *parts)
         for name in others:
             if getattr(asked, name) is not None:
-                problem = "beside arrivals agentx, whose window opens when caches are warm"
+                problem = "beside arrivals agentx, which opens the window when caches are warm"
                 raise InputError(name, problem, "none, or --arrivals closed")
         if asked.max_active_sessions is None:
             raise InputError(

@@ -46,10 +46,10 @@ _DISAGGREGATED = re.compile(
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 #: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
 MOST_POOLS = 8
-NOBODY = "nobody"  #: who goes on when a prompt is computed: nobody, the request ends
-#: Whose rules engines follow, see `setup.engines`.
+NO_POOL = "none"  #: value of ``then``: the request ends when its prompt is computed
+#: Engines with known rules, see `setup.engines`.
 Engine = Literal["vllm", "sglang", "trtllm"]
-#: What a pool's workers do: compute prompts for others or for nobody, or decode.
+#: What a pool's workers do: compute prompts for others, compute prompts only, or decode.
 Role = Literal["prefill", "decode"]
 
 
@@ -185,13 +185,13 @@ class NamedPool(OwnPool):
     """Workers of ``data_parallel_size`` engines each."""
     then: str | tuple[str, ...] | None = None
     """Where a request continues when its prompt is computed: in the named pool or pools, behind
-    one router; ``nobody``: the request ends. Default: on the worker that computed the prompt."""
+    one router; ``none``: the request ends. Default: on the worker that computed the prompt."""
 
     @property
     def takes_over(self) -> tuple[str, ...]:
         """The pools that requests are handed over to."""
         named = (self.then,) if isinstance(self.then, str) else self.then or ()
-        return () if named == (NOBODY,) else named
+        return () if named == (NO_POOL,) else named
 
 
 class WorkerPool(NamedTuple):
@@ -257,7 +257,7 @@ class Pools(RootModel[dict[str, NamedPool]]):
         thens = {name: pool.takes_over for name, pool in pools.items()}
         for name, then in thens.items():
             field = f"topology.{name}.then"
-            if not _NAME.fullmatch(name) or name == NOBODY:
+            if not _NAME.fullmatch(name) or name == NO_POOL:
                 raise InputError("topology", f"pool {name!r}", "a name such as decode-h200")
             for other in then:
                 if other not in pools or other == name:
@@ -270,7 +270,7 @@ class Pools(RootModel[dict[str, NamedPool]]):
                 if set(then) & set(beside) and set(then) != set(beside):
                     problem = f"a part of what another pool hands over to: {', '.join(beside)}"
                     raise InputError(field, problem, "the same pools, or none of them")
-        ends = {pool.then == NOBODY for pool in pools.values()}
+        ends = {pool.then == NO_POOL for pool in pools.values()}
         if len(ends) > 1:
             raise InputError("topology", "some requests would end with their prompts", "all, none")
         return self
@@ -296,7 +296,7 @@ def _spelled(text: str) -> Pools:
     n_prefill, n_decode = parse_topology(text)
     pools: dict[str, NamedPool] = {}
     if n_prefill:
-        then = "decode" if n_decode else NOBODY
+        then = "decode" if n_decode else NO_POOL
         pools["prefill"] = NamedPool(workers=n_prefill, then=then)
     if n_decode:
         pools["decode"] = NamedPool(workers=n_decode)

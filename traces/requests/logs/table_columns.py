@@ -92,7 +92,7 @@ def parse_columns(text: str) -> dict[str, str]:
             raise InputError("columns", problem, "a column of times: the running sum of the gaps")
         named = unit_of(columns[key])
         if key != "time" and named is not None and key != f"time_{named}":
-            problem = f"{key}={columns[key]}, whose name says {named}"
+            problem = f"{key}={columns[key]}, but the name says {named}"
             raise InputError("columns", problem, f"time_{named}={columns[key]}")
     return columns
 

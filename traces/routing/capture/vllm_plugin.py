@@ -117,7 +117,7 @@ class _Recorder:
         if not self._layers:
             raise ValueError(
                 f"{ENVIRONMENT_VARIABLE}: {type(runner.get_model()).__name__} has no MoE layer "
-                "whose router this plug-in knows (a BaseRouter of vLLM 0.32)"
+                "with a router that this plug-in knows (a BaseRouter of vLLM 0.32)"
             )
         self._layers.sort()
 

@@ -211,8 +211,8 @@ def read_sglang(path: Path) -> ImportedRouting:
         if logical is not None:
             experts = max(experts, int(np.asarray(logical).max()) + 1)
     if not requests:
-        raise InputError(str(path), "no request whose prompt and generated tokens are all in it")
-    notes = "The dump names no requests: they are told apart by the positions of their tokens."
+        raise InputError(str(path), "no request with its whole prompt and generated tokens")
+    notes = "The dump names no requests: the positions of their tokens separate them."
     if left_out:
         notes += f" {left_out} requests are left out: their prompt or all generated tokens lack."
     return _gathered(names, requests, "both", n_experts=experts or None, ranked=True, notes=notes)

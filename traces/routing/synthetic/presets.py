@@ -122,7 +122,7 @@ _DOMAINS: dict[Band, str] = {
     "domains of gpt-oss-20b; languages 0%",
     "middle": "domains explain 34% of how requests differ in their experts, as recorded of "
     "gpt-oss-20b's task domains; languages 12%",
-    "high": "domains explain so much of how requests differ in their experts that grouping by them "
+    "high": "domains explain enough of how requests differ in their experts that grouping by them "
     "saves what ELDR's Fig. 4 shows (17-21% task, 3-10% language, batch 32 to 128)",
 }
 

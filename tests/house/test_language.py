@@ -1,0 +1,41 @@
+"""Help, errors and pages are plain English: no idiom of the word list stands in them."""
+
+import pytest
+
+from . import language
+
+
+@pytest.mark.parametrize("kind", ["help", "messages", "strings", "pages"])
+def test_no_idiom_is_read(kind):
+    """``python -m tests.house.language KIND`` prints each with its place."""
+    found = [(place, hit) for place, text in language.KINDS[kind]() for hit in language.hits(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "as if so many workers fit", "a so-manieth step", "worker that waits for whom",
+        "nobody has measured it", "a folder of its own", "it is told to stop",
+        "the router hears of it",
+    ],
+)  # fmt: skip
+def test_the_list_finds_idioms(text):
+    assert language.hits(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["as many workers as fit", "your own log", "unless told otherwise", "the whole of it"]
+)
+def test_the_list_leaves_plain_english_alone(text):
+    assert language.hits(text) == []
+
+
+def test_every_option_has_a_help_that_stands_alone():
+    """A sentence that begins with a capital or a name, and ends with a full stop."""
+    bad = []
+    for name, text in language.help_texts():
+        words = " ".join(text.split())
+        if words and not words[0].isalnum() and words[0] not in "`-\"'(.":
+            bad.append(f"{name}: {words[:60]}")
+    assert bad == []
