@@ -19,7 +19,7 @@ TREE = {
     "How to": (16, 600),
     "How it works": (4, 1000),
     "Can I believe it?": (2, 1000),
-    "Reference": (6, 4500),
+    "Reference": (6, 4700),
 }
 OF_PAGE = [(title, page) for title, pages in SECTIONS.items() for page in pages]
 #: Numbers with a unit of what was measured or predicted.
