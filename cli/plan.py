@@ -202,12 +202,8 @@ def planned(
 ) -> Answer:
     """Return the answer to what the options of the command ask."""
     from eldr_sim.planning.runs.shared_runs import Runs
-    from eldr_sim.planning.search.day import plan_day
-    from eldr_sim.planning.search.knobs import plan_knobs
-    from eldr_sim.planning.search.plan import plan as plan_cluster
-    from eldr_sim.planning.search.prefill import plan_fastest
-    from eldr_sim.planning.search.rates import plan_rate
-    from eldr_sim.planning.search.split import plan_split
+    from eldr_sim.planning.search import goals
+    from eldr_sim.planning.search.axes import Space
     from eldr_sim.planning.search.why_not import named
     from eldr_sim.planning.slo import Objective, looks_up_to
 
@@ -243,27 +239,22 @@ def planned(
     decoders = served(config, [name for text in asked.policies for name in split(text)])
     if objective is None and decoders:
         raise InputError("policy", "prefill workers alone decode nothing")
-    chosen: dict[str, Any] = {"gpus": _list(asked.gpus), "prices": _prices(asked.price)}
-    sized: dict[str, Any] = {"tensor_parallel_sizes": sizes, "data_parallel_sizes": groups}
-    most: dict[str, Any] = {"max_gpus": asked.max_gpus}
-    apart: dict[str, Any] = {"ffn_ranks": _integers("ffn_ranks", asked.ffn_ranks)}
+    space = Space(
+        config, decoders, _list(asked.gpus), asked.max_gpus, _prices(asked.price), sizes, groups,
+        _integers("ffn_ranks", asked.ffn_ranks), names, axes,
+    )  # fmt: skip
+    goal: goals.Goal
+    if objective is None:
+        goal = goals.Fastest(min(asked.seeds, 3))
+    elif day:
+        rules = [name for text in asked.autoscalers for name in split(text)]
+        goal = goals.CheapestFleet(objective, rules, bounded=asked.topology is not None)
+    elif asked.cluster_is_given:
+        goal = goals.HighestRate(objective, asked.n_gpus, asked.knobs)
+    else:
+        goal = goals.Cheapest(objective, asked.why_not, asked.sensitivity)
     with progress("planning") as count:
-        chosen["runs"] = Runs(asked.jobs, count, journal)
-        if objective is None:
-            chosen |= {"seeds": min(asked.seeds, 3), "worker_gpus": sizes, "strategies": names}
-            return plan_fastest(config, **most, **chosen)
-        chosen |= {"policies": decoders, "axes": axes}
-        if day:
-            rules = [name for text in asked.autoscalers for name in split(text)]
-            chosen |= {"rules": rules, "bounded": asked.topology is not None}
-            return plan_day(config, objective, **most, **sized, **chosen)
-        if asked.topology is not None:
-            return plan_rate(config, objective, **chosen)
-        if asked.n_gpus is not None:
-            of_gpus = plan_knobs if asked.knobs else plan_split
-            return of_gpus(config, objective, asked.n_gpus, **sized, **apart, **chosen)
-        chosen |= {"why_not": asked.why_not, "sensitivity": asked.sensitivity}
-        return plan_cluster(config, objective, strategies=names, **most, **sized, **apart, **chosen)
+        return goals.find(space, goal, Runs(asked.jobs, count, journal))
 
 
 def _check_question(asked: _Asked, rate: object, day: bool) -> None:

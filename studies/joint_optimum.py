@@ -13,9 +13,10 @@ from typing import Any
 
 from eldr_sim.outputs import write_rows
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.axes import value_of
+from eldr_sim.planning.search.axes import Space, value_of
 from eldr_sim.planning.search.candidates import cluster_label
-from eldr_sim.planning.search.knobs import ALL, BASE, plan_knobs
+from eldr_sim.planning.search.goals import HighestRate, find
+from eldr_sim.planning.search.knobs import ALL, BASE
 from eldr_sim.planning.slo import Objective, paired_percent
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
@@ -53,10 +54,11 @@ def rows_of(question: Sequence[object], runs: Runs) -> list[Row]:
          "speculative_config": spec if drafts else None}
     )  # fmt: skip
     engines = [1] if int(str(n_gpus)) < 16 else [1, 8, 16]
-    answer = plan_knobs(
-        config, objective, int(str(n_gpus)), runs=runs, axes=axes,
-        tensor_parallel_sizes=[1, 2, 4, 8], data_parallel_sizes=engines,
-    )  # fmt: skip
+    answer = find(
+        Space(config, axes=axes, tensor_parallel_sizes=[1, 2, 4, 8], data_parallel_sizes=engines),
+        HighestRate(objective, int(str(n_gpus)), knobs=True),
+        runs,
+    )
     first = next(row for row in answer.rows if row.policy == BASE)
     rows = []
     for row in sorted(answer.rows, key=lambda row: (row.policy.startswith("all but"), row.policy)):

@@ -6,7 +6,7 @@ requests there are would change the question."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, TypedDict
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml
@@ -29,35 +29,11 @@ _SIZES = {
 _REQUESTS = {name for group in (WorkloadConfig, RoutingConfig) for name in group.model_fields}
 
 
-class Choices(TypedDict, total=False):
-    """What a plan chooses from; what is not given is the configuration's own."""
-
-    policies: Sequence[str]  #: decode policies
-    gpus: Sequence[str]
-    max_gpus: int  #: most GPUs of a cluster, `MAX_GPUS` if not given
-    #: Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
-    prices: Mapping[str, float] | None
-    #: GPUs per engine, for each pool; all powers of two up to a node if empty.
-    tensor_parallel_sizes: Sequence[int]
-    #: Engines per worker, for each pool, more than one of which share experts.
-    data_parallel_sizes: Sequence[int]
-    #: GPUs that hold the experts beside the engines of a decode worker, 0 for none.
-    ffn_ranks: Sequence[int]
-    #: More values, by the dot path of their field, in every combination; see `Axes`.
-    axes: Mapping[str, Sequence[Any]] | None
-
-
 @dataclass(frozen=True)
 class Axes:
     """Values by the dot path of their field; a field without values keeps the configuration's."""
 
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, chosen: "Choices") -> "Axes":
-        """Return the axes of what a plan chooses from."""
-        named = {"gpu": chosen.get("gpus", ()), "policy": chosen.get("policies", ())}
-        return cls({**named, **(chosen.get("axes") or {})})
 
     def configs(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a configuration for every combination; the last axis changes fastest.
@@ -97,6 +73,43 @@ class Axes:
             several = len(self.values.get("policy", ())) > 1
             first = f"{config.scaling.autoscale}, {first}" if several else config.scaling.autoscale
         return ", ".join([first, *found])
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search chooses from; what is empty is the configuration's own."""
+
+    config: RunConfig
+    policies: Sequence[str] = ()  #: decode policies
+    gpus: Sequence[str] = ()
+    max_gpus: int = MAX_GPUS  #: most GPUs of a cluster
+    #: Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
+    prices: Mapping[str, float] | None = None
+    #: GPUs per engine, for each pool; all powers of two up to a node if empty.
+    tensor_parallel_sizes: Sequence[int] = ()
+    #: Engines per worker, for each pool, more than one of which share experts.
+    data_parallel_sizes: Sequence[int] = ()
+    #: GPUs that hold the experts beside the engines of a decode worker, 0 for none.
+    ffn_ranks: Sequence[int] = ()
+    #: How the GPUs of prefill workers alone share the model, `prefill_strategy.KINDS`.
+    strategies: Sequence[str] = ()
+    #: More values, by the dot path of their field, in every combination; see `Axes`.
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> Axes:
+        """What candidates differ by."""
+        return Axes({"gpu": self.gpus, "policy": self.policies, **self.axes})
+
+    @property
+    def engines(self) -> Sequence[int]:
+        """Engines per worker, at least one number."""
+        return self.data_parallel_sizes or [self.config.cluster.data_parallel_size]
+
+    @property
+    def sizes(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Sizes of workers, as `candidates.make_candidate` has them."""
+        return self.tensor_parallel_sizes, self.engines, self.ffn_ranks
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import product
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from eldr_sim.inputs import within
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
 from eldr_sim.planning.search import candidates
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
-from eldr_sim.planning.search.axes import MAX_GPUS, Axes, Choices
+from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.rates import check_requests
 from eldr_sim.planning.search.search import cheapest, fewest, smallest
@@ -71,14 +71,13 @@ class _Fleets:
         return self.template.at(*most).model_copy(update=update)
 
 
-def plan_day(
-    config: RunConfig,
+def cheapest_fleet(
+    space: Space,
     objective: Objective,
+    runs: Runs,
     *,
     rules: Sequence[str] = (),
     bounded: bool = False,
-    runs: Runs | None = None,
-    **chosen: Unpack[Choices],
 ) -> Answer:
     """Find the cheapest rule and fleet that meet an objective on a load that changes.
 
@@ -87,8 +86,8 @@ def plan_day(
     setting under one seed is found by bisection, the cheapest judged over seeds. Rows: a rule each,
     the cheapest first; ``gains`` on the fixed fleet, percent, paired over seeds. ``rules``: `RULES`
     if empty; ``bounded``: whether the topology says how many workers there may be. Raises
-    InputError if an argument is not valid, or no shape fits."""
-    max_gpus = chosen.get("max_gpus", MAX_GPUS)
+    InputError if a value is not valid, or no shape fits."""
+    config, max_gpus = space.config, space.max_gpus
     within("max_gpus", max_gpus, candidates.MOST_GPUS)
     if not config.cluster.generates:
         raise InputError(
@@ -109,10 +108,8 @@ def plan_day(
     most = min(
         config.n_gpus if bounded else max_gpus, config.scaling.gpu_budget or candidates.MOST_GPUS
     )
-    wanted = Axes.of(chosen)
-    sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
-    configs = candidates.clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
-    runs = Runs() if runs is None else runs
+    wanted, sizes = space.wanted, (space.tensor_parallel_sizes, space.data_parallel_sizes)
+    configs = candidates.clusters_to_plan(config, wanted, space.prices, given=bounded)
     every = list(dict.fromkeys([*names, registry.canonical("scaling", _BESIDE)]))
     runs.tell()
     found: list[_Fleets | str] = []

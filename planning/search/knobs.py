@@ -4,17 +4,16 @@ others: what their best loses when it is set back and workers are split anew."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
-from eldr_sim.planning.search.axes import Axes, Choices, value_of
+from eldr_sim.planning.search.axes import Axes, Space, value_of
 from eldr_sim.planning.search.candidates import ClusterTemplate
 from eldr_sim.planning.search.rates import carried_by_seed, carried_row, fastest_first
-from eldr_sim.planning.search.split import Choosing, best_splits, choosing
+from eldr_sim.planning.search.split import Splits, best_splits, splits_of
 from eldr_sim.planning.slo import Objective, paired_percent
-from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Choices of shape, beside the axes.
 SIZES, APART = "GPUs of a worker", "prefill apart"
@@ -23,21 +22,13 @@ SEEDS = 3
 Fits = Callable[[ClusterTemplate], bool]
 
 
-def plan_knobs(
-    config: RunConfig,
-    objective: Objective,
-    n_gpus: int,
-    *,
-    runs: Runs | None = None,
-    **chosen: Unpack[Choices],
-) -> Answer:
+def gains_of_choices(space: Space, objective: Objective, n_gpus: int, runs: Runs) -> Answer:
     """Find the best use of up to so many GPUs, and what each choice adds to it. Arguments and
-    errors as of `split.plan_split`.
+    errors as of `split.best_use`.
 
     Rows: the base, the best of each choice alone, of all together, and of all but each, with the
     rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed."""
-    own = choosing(config, objective, n_gpus, chosen)
-    runs = Runs() if runs is None else runs
+    own = splits_of(space, objective, n_gpus)
     runs.tell()
     rows = runs.ended(_rows(own))
     gains = tuple(
@@ -46,14 +37,14 @@ def plan_knobs(
         if row.figure is not None and rows[0].figure is not None
         for percent in [paired_percent(row.by_seed, rows[0].by_seed)]
     )
-    question = Question("split", config, objective, n_gpus, axes=own.axes)
+    question = Question("split", space.config, objective, n_gpus, axes=space.wanted)
     return Answer(question, fastest_first(rows), runs, gains=gains)
 
 
-def _rows(own: Choosing) -> Search[list[Row]]:
+def _rows(own: Splits) -> Search[list[Row]]:
     """Return the base, the best of each choice alone, of all together, and of all but each."""
-    several = {name: given for name, given in own.axes.values.items() if len(given) > 1}
-    base = {name: list(given)[:1] for name, given in own.axes.values.items()}
+    several = {name: given for name, given in own.space.wanted.values.items() if len(given) > 1}
+    base = {name: list(given)[:1] for name, given in own.space.wanted.values.items()}
     able = [t for each in own.candidates(Axes(base)) for t in each.templates if _together(t)]
     smallest = min((_layouts(t)[0].n_gpus for t in able), default=1)
 
@@ -68,7 +59,7 @@ def _rows(own: Choosing) -> Search[list[Row]]:
     rows.append((yield from _best(own, APART, base, small)))
     for name, given in several.items():
         rows.append((yield from _best(own, name, {**base, name: given}, plain)))
-    every = yield from _best(own, ALL, own.axes.values, lambda t: True)
+    every = yield from _best(own, ALL, own.space.wanted.values, lambda t: True)
     rows.append(every)
     if every.config is None:
         return rows
@@ -87,7 +78,7 @@ def _rows(own: Choosing) -> Search[list[Row]]:
 
     without: dict[str, tuple[Mapping[str, Sequence[Any]], Fits]] = {SIZES: ({}, no_larger)}
     if apart:
-        without[APART] = {"policy": own.axes.values["policy"]}, as_decoders
+        without[APART] = {"policy": own.space.wanted.values["policy"]}, as_decoders
     changed = [name for name in several if values[name] != base[name]]
     without |= {name: ({name: base[name]}, like) for name in changed}
     for name, (back, fits) in without.items():
@@ -96,7 +87,7 @@ def _rows(own: Choosing) -> Search[list[Row]]:
     return rows
 
 
-def _best(own: Choosing, what: str, values: Mapping[str, Sequence[Any]], fits: Fits) -> Search[Row]:
+def _best(own: Splits, what: str, values: Mapping[str, Sequence[Any]], fits: Fits) -> Search[Row]:
     """Find the best cluster of some shapes and values, and its rate under each seed."""
     made = own.candidates(Axes(values))
     kept = [
@@ -104,7 +95,7 @@ def _best(own: Choosing, what: str, values: Mapping[str, Sequence[Any]], fits: F
     ]
     kept = [each for each in kept if each.templates]
     quick = dataclasses.replace(own.objective, looks=(1,))
-    found = yield from best_splits(kept, own.axes.label, quick, own.n_gpus, own.low)
+    found = yield from best_splits(kept, own.space.wanted.label, quick, own.n_gpus, own.low)
     best = next((row.config for row in found if row.trial is not None), None)
     if best is None:
         return Row("", what, without="none", reasons=["no cluster carries anything"])

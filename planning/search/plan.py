@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -20,7 +20,7 @@ from eldr_sim.planning.search.answer import (
     policy_pairs,
     rank,
 )
-from eldr_sim.planning.search.axes import MAX_GPUS, Axes, Choices
+from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -72,15 +72,13 @@ class CandidateRow(Row):
         return next((trial for trial in self.trials if trial.config == wanted), None)
 
 
-def plan(
-    config: RunConfig,
+def cheapest_cluster(
+    space: Space,
     objective: Objective,
+    runs: Runs,
     *,
-    strategies: Sequence[str] = (),
     why_not: Sequence[str] = (),
     sensitivity: bool = False,
-    runs: Runs | None = None,
-    **chosen: Unpack[Choices],
 ) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
@@ -89,34 +87,23 @@ def plan(
     simulated: `Row.shapes` says which. With prefill workers alone (as 1P), the cheapest xP for
     every way in which the GPUs of a worker may share the model, over its token budgets.
 
-    Raises InputError if an argument is not valid, or contradicts another. ``config``: topology,
-    policy and GPU are searched, but ``prefill.gpu`` and ``decode.gpu`` kept; ``why_not``: clusters
-    of which is said why they are not the answer (`why_not.named`); ``sensitivity``: ask what other
-    inputs would have answered (`sensitivity.effects`); ``runs``: processes, progress, and the
-    journal of an interrupted plan."""
-    max_gpus = chosen.get("max_gpus", MAX_GPUS)
-    if strategies and config.cluster.generates:
+    Raises InputError if a value is not valid, or contradicts another. ``space``: topology, policy
+    and GPU are searched, but ``prefill.gpu`` and ``decode.gpu`` kept; ``why_not``: clusters to
+    explain why they are not the answer (`why_not.named`); ``sensitivity``: find which other inputs
+    would change the answer (`sensitivity.effects`)."""
+    config, max_gpus, engines, wanted = space.config, space.max_gpus, space.engines, space.wanted
+    if space.strategies and config.cluster.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     _check(config, max_gpus)
-    engines = chosen.get("data_parallel_sizes") or [config.cluster.data_parallel_size]
-    wanted = Axes.of(chosen)
-    check_ffn_ranks(chosen.get("ffn_ranks", ()), engines)
+    check_ffn_ranks(space.ffn_ranks, engines)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, wanted, chosen.get("prices"))
-    runs = Runs() if runs is None else runs
+    configs = clusters_to_plan(config, wanted, space.prices)
     runs.tell()
     clusters = [named(each) for each in why_not]
-    candidates = _candidates(
-        configs,
-        wanted,
-        objective,
-        max_gpus,
-        (chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())),
-        strategies,
-    )
+    candidates = _candidates(configs, space, objective)
     sized = (template for candidate in candidates for template in candidate.templates)
     rate = next((template.bounds.rate for template in sized), math.nan)
     check_requests(config, rate)
@@ -201,21 +188,17 @@ def _race(
 
 
 def _candidates(
-    configs: Sequence[RunConfig],
-    axes: Axes,
-    objective: Objective,
-    max_gpus: int,
-    sizes: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    strategies: Sequence[str],
+    configs: Sequence[RunConfig], space: Space, objective: Objective
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
+    most, sizes = space.max_gpus, space.sizes
     if configs[0].cluster.generates:
-        return [make_candidate(each, axes, objective, max_gpus, *sizes) for each in configs]
+        return [make_candidate(each, space.wanted, objective, most, *sizes) for each in configs]
     return [
         candidate
         for each in configs
         for candidate in prefill_candidates(
-            each, objective, max_gpus, sizes[0], strategies, apart=False
+            each, objective, most, sizes[0], space.strategies, apart=False
         )
     ]
 

@@ -3,7 +3,7 @@ step, and whether prompts are computed in chunks or, without room in a KV cache,
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
 from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Question, Row
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.bounds import Bounds, Load, bounds
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
@@ -240,34 +240,25 @@ def _refusal(config: RunConfig, longest: int) -> str:
     return "" if longest <= room else f"{what} of {room} tokens holds no prompt of {longest}"
 
 
-def plan_fastest(
-    config: RunConfig,
-    *,
-    strategies: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    max_gpus: int = 8,
-    prices: Mapping[str, float] | None = None,
-    worker_gpus: Sequence[int] = (),
-    seeds: int = 3,
-    runs: Runs | None = None,
-) -> Answer:
+def fastest_prompts(space: Space, seeds: int, runs: Runs) -> Answer:
     """Find how prefill workers alone compute ``num_requests`` prompts at once at the least cost.
 
     Every strategy on every GPU and worker size is run with each token budget, on as many workers as
-    there are GPUs for, the fastest budget under further ``seeds``. Raises InputError if an argument
-    is not valid, or contradicts another. ``strategies``, ``gpus``, ``worker_gpus``: if empty
-    :data:`KINDS`, the GPU of ``config``, powers of two up to a node; ``prices``: of a GPU-hour by
-    GPU; without, tokens a second and GPU decide."""
+    there are GPUs for, the fastest budget under further ``seeds``. Raises InputError if a value is
+    not valid, or contradicts another. ``space``: its GPUs per engine are those of a worker, its
+    strategies :data:`KINDS` if empty; without prices, tokens a second and GPU decide."""
+    config, max_gpus = space.config, space.max_gpus
     if config.requests.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")
     asked, config = config, config.model_copy(update={"topology": "1P", "request_rate": math.inf})
-    axes = Axes({"gpu": gpus})
+    axes = Axes({"gpu": space.gpus})
     candidates = [
         candidate
-        for each in clusters_to_plan(config, axes, prices or {})
-        for candidate in prefill_candidates(each, None, max_gpus, worker_gpus, strategies)
+        for each in clusters_to_plan(config, axes, space.prices or {})
+        for candidate in prefill_candidates(
+            each, None, max_gpus, space.tensor_parallel_sizes, space.strategies
+        )
     ]
-    runs = Runs() if runs is None else runs
     found = runs.together([_fastest(each, seeds) for each in candidates])
     found.sort(key=lambda row: row.cost / row.figure.mean if row.figure else math.inf)
     return Answer(Question("fastest", asked, None, max_gpus, axes=axes), tuple(found), runs)

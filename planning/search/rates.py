@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
-from eldr_sim.planning.search.axes import Axes, Choices
+from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
@@ -23,18 +22,15 @@ NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of a
 FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 
 
-def plan_rate(
-    config: RunConfig, objective: Objective, *, runs: Runs | None = None, **chosen: Unpack[Choices]
-) -> Answer:
+def highest_rates(space: Space, objective: Objective, runs: Runs) -> Answer:
     """Find the highest rate that a cluster carries within its objective, by bisection to 1%,
     further seeds from the rate of the first; the mean over ``objective.seeds`` has Student's t
-    interval. Raises InputError if an argument is not valid, or contradicts another. ``config``: its
-    rate is ignored."""
-    asked, config = config, config.model_copy(update={"goodput": objective.level})
-    wanted = Axes.of(chosen)
-    configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=True)
+    interval. Raises InputError if a value is not valid, or contradicts another. The rate of
+    ``space.config`` is ignored."""
+    asked, wanted = space.config, space.wanted
+    config = asked.model_copy(update={"goodput": objective.level})
+    configs = clusters_to_plan(config, wanted, space.prices, given=True)
     low = lowest_rate(config)
-    runs = Runs() if runs is None else runs
     runs.tell()
     starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
     impossible = [bounds(start, objective).impossible for start in starts]

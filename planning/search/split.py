@@ -1,16 +1,15 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search import race
 from eldr_sim.planning.search.answer import Answer, Question, Row
-from eldr_sim.planning.search.axes import Axes, Choices
+from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -31,60 +30,49 @@ ESTIMATED, _MOST = 1.3, 32
 _RUNS_OF_RATE = 8
 
 
-def plan_split(
-    config: RunConfig,
-    objective: Objective,
-    n_gpus: int,
-    *,
-    runs: Runs | None = None,
-    **chosen: Unpack[Choices],
-) -> Answer:
+def best_use(space: Space, objective: Objective, n_gpus: int, runs: Runs) -> Answer:
     """Find the clusters of up to ``n_gpus`` GPUs that carry the highest rates within an objective.
-    Raises InputError if an argument is not valid, or no shape fits. ``config``: its rate and
-    topology are ignored."""
-    own = choosing(config, objective, n_gpus, chosen)
-    runs = Runs() if runs is None else runs
+    Raises InputError if a value is not valid, or no shape fits. Rate and topology of
+    ``space.config`` are ignored."""
+    own, asked = splits_of(space, objective, n_gpus), space.config
     runs.tell()
-    candidates = own.candidates(own.axes)
+    candidates = own.candidates(own.space.wanted)
     if not any(candidate.templates for candidate in candidates):
         raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
     runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
-    rows = runs.ended(best_splits(candidates, own.axes.label, objective, n_gpus, own.low))
-    return Answer(Question("split", config, objective, n_gpus, axes=own.axes), rows, runs)
+    label = own.space.wanted.label
+    rows = runs.ended(best_splits(candidates, label, objective, n_gpus, own.low))
+    return Answer(Question("split", asked, objective, n_gpus, axes=space.wanted), rows, runs)
 
 
 @dataclass(frozen=True)
-class Choosing:
+class Splits:
     """What the splits of up to ``n_gpus`` GPUs are chosen from."""
 
-    config: RunConfig
+    space: Space
     objective: Objective
     n_gpus: int
-    axes: Axes
-    sizes: tuple[Sequence[int], ...]  #: of workers, as `make_candidate` has them
-    prices: Mapping[str, float] | None
     low: float  #: lowest rate that is looked for, requests per second
 
     def candidates(self, axes: Axes) -> list[Candidate]:
         """Return every combination of axes with the shapes that can serve it."""
+        space = self.space
         return [
-            make_candidate(each, axes, self.objective, self.n_gpus, *self.sizes)
-            for each in clusters_to_plan(self.config, axes, self.prices)
+            make_candidate(each, axes, self.objective, self.n_gpus, *space.sizes)
+            for each in clusters_to_plan(space.config, axes, space.prices)
         ]
 
 
-def choosing(config: RunConfig, objective: Objective, n_gpus: int, chosen: Choices) -> Choosing:
-    """Return what splits are chosen from; raises InputError if an argument is not valid."""
+def splits_of(space: Space, objective: Objective, n_gpus: int) -> Splits:
+    """Return what splits are chosen from; raises InputError if a value is not valid."""
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
     within("gpus", n_gpus, MOST_GPUS)
-    config = config.model_copy(update={"goodput": objective.level})
+    config = space.config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
+    check_ffn_ranks(space.ffn_ranks, space.engines)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
-    engines = chosen.get("data_parallel_sizes") or [config.cluster.data_parallel_size]
-    sizes = chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())
-    check_ffn_ranks(sizes[2], engines)
-    return Choosing(config, objective, n_gpus, Axes.of(chosen), sizes, chosen.get("prices"), low)
+    return Splits(replace(space, config=config), objective, n_gpus, low)
 
 
 def best_splits(

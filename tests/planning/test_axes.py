@@ -8,8 +8,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.answer import _kv_bytes
-from eldr_sim.planning.search.axes import Axes, parse_axes
-from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.axes import Axes, Space, parse_axes
+from eldr_sim.planning.search.goals import Cheapest, find
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -33,12 +33,20 @@ class Ordered(Analytic):
         return found | {"slo_attainment": ttft * tpot}
 
 
-def ask(evaluate, config=BASE, **arguments):
+def ask(evaluate, config=BASE, sensitivity=False, **arguments):
     with simulated_by(evaluate):
-        return plan(
-            make_config(config), Objective(LEVEL, TARGET, (3,)), policies=["jsq", "eldr"],
-            gpus=["H100"], max_gpus=32, tensor_parallel_sizes=[1], runs=Runs(1), **arguments,
-        )  # fmt: skip
+        return find(
+            Space(
+                make_config(config),
+                policies=["jsq", "eldr"],
+                gpus=["H100"],
+                max_gpus=32,
+                tensor_parallel_sizes=[1],
+                **arguments,
+            ),
+            Cheapest(Objective(LEVEL, TARGET, (3,)), sensitivity=sensitivity),
+            Runs(1),
+        )
 
 
 def cheapest(evaluate, config):
@@ -169,11 +177,18 @@ def test_other_inputs_have_the_answers_that_their_own_plans_have():
 def test_prices_that_are_near_each_other_are_told():
     prices = {"H100": 1.0, "MI300X": 1.3}
     with simulated_by(Analytic()):
-        found = plan(
-            make_config(BASE), Objective(LEVEL, TARGET, (3,)), policies=["jsq"], max_gpus=40,
-            gpus=list(prices), prices=prices, tensor_parallel_sizes=[1], runs=Runs(1),
-            sensitivity=True,
-        )  # fmt: skip
+        found = find(
+            Space(
+                make_config(BASE),
+                policies=["jsq"],
+                max_gpus=40,
+                gpus=list(prices),
+                prices=prices,
+                tensor_parallel_sizes=[1],
+            ),
+            Cheapest(Objective(LEVEL, TARGET, (3,)), sensitivity=True),
+            Runs(1),
+        )
     costs = {row.gpu: row.cost for row in found.rows}
     told = [each for each in found.sensitivity if each.name.startswith("price of")]
     assert len(told) == 4
@@ -190,10 +205,17 @@ def test_prices_that_are_near_each_other_are_told():
 
 def test_money_and_power_of_tokens():
     with simulated_by(Analytic()):
-        found = plan(
-            make_config(BASE), Objective(LEVEL, TARGET, (3,)), policies=["jsq"], gpus=["MI300X"],
-            prices={"MI300X": 2.0}, tensor_parallel_sizes=[1], runs=Runs(1),
-        )  # fmt: skip
+        found = find(
+            Space(
+                make_config(BASE),
+                policies=["jsq"],
+                gpus=["MI300X"],
+                prices={"MI300X": 2.0},
+                tensor_parallel_sizes=[1],
+            ),
+            Cheapest(Objective(LEVEL, TARGET, (3,))),
+            Runs(1),
+        )
     answer, gpus = found.record()["answer"], found.best.cost / 2.0
     assert answer["price_per_million_prompt_tokens"] == pytest.approx(
         2.0 * gpus / 3600 / (100 * 20) * 1e6

@@ -9,7 +9,8 @@ from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_drafts
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.axes import Space
+from eldr_sim.planning.search.goals import Cheapest, find
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
@@ -110,17 +111,16 @@ OBJECTIVE = Objective(ServiceLevel(tpot=4.0), 0.9, (2,))
 
 def test_a_plan_chooses_the_drafts():
     """Drafts keep a TPOT on fewer GPUs than plain steps do, or where these cannot at all."""
-    answer = plan(
-        make_config(GPT_OSS),
-        OBJECTIVE,
-        axes={"drafts": (0, 3)},
-        max_gpus=8,
-        tensor_parallel_sizes=(1,),
-        runs=Runs(1),
+    answer = find(
+        Space(
+            make_config(GPT_OSS), axes={"drafts": (0, 3)}, max_gpus=8, tensor_parallel_sizes=(1,)
+        ),
+        Cheapest(OBJECTIVE),
+        Runs(1),
     )
     cost = {row.policy: row.trial and row.trial.config.n_gpus for row in answer.rows}
     assert set(cost) == {"round_robin, drafts=0", "round_robin, drafts=3"}
     assert cost["round_robin, drafts=3"] is not None
     assert (cost["round_robin, drafts=0"] or 9) > cost["round_robin, drafts=3"]
     with pytest.raises(InputError, match="0 to the 3 of --speculative-config"):
-        plan(make_config(GPT_OSS), OBJECTIVE, axes={"drafts": (4,)})
+        find(Space(make_config(GPT_OSS), axes={"drafts": (4,)}), Cheapest(OBJECTIVE))

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from eldr_sim.planning.runs.shared_runs import Runs, side_by_side
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.candidates import clusters_to_plan, cost, make_candidate
-from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.goals import Cheapest, find
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config.groups import parse_slo
@@ -64,10 +64,11 @@ def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypat
     times = [time.process_time()]
 
     def searched():
-        return plan(
-            config, OBJECTIVE, policies=policies, max_gpus=gpus, tensor_parallel_sizes=sizes,
-            runs=Runs(1),
-        )  # fmt: skip
+        return find(
+            Space(config, policies=policies, max_gpus=gpus, tensor_parallel_sizes=sizes),
+            Cheapest(OBJECTIVE),
+            Runs(1),
+        )
 
     monkeypatch.setattr("eldr_sim.planning.search.plan._around", nothing_around)
     alone = searched()

@@ -9,8 +9,8 @@ from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.compare.what_if import what_if
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.runs.sweep import SweepResult, sweep
-from eldr_sim.planning.search.plan import plan
-from eldr_sim.planning.search.rates import plan_rate
+from eldr_sim.planning.search.axes import Space
+from eldr_sim.planning.search.goals import Cheapest, HighestRate, find
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, MOST_ROWS, label, number
 from eldr_sim.simulator.run import simulate
@@ -64,12 +64,12 @@ def test_plans():
     objective = Objective(parse_slo(["ttft:500,tpot:30"]), 0.9, (2,))
     load = SHORT.replace(topology="8P16D", duration=10)
     options = {"policies": ["jsq"], "tensor_parallel_sizes": [1]}
-    planned = plan(load, objective, max_gpus=3, runs=Runs(1), **options)
+    planned = find(Space(load, max_gpus=3, **options), Cheapest(objective), Runs(1))
     check(planned, "10 requests/s", "jsq", "H100", "1C", "SLO attainment")
     none = dataclasses.replace(planned, rows=(dataclasses.replace(planned.rows[0], trial=None),))
     check(none, "none")
     load = SHORT.replace(request_rate=None, duration=5)
-    carried = plan_rate(load, objective, policies=["jsq"], runs=Runs(1))
+    carried = find(Space(load, policies=["jsq"]), HighestRate(objective), Runs(1))
     check(carried, "requests/s", "jsq", "1P2D")
 
 

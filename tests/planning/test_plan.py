@@ -13,12 +13,13 @@ from eldr_sim.cli.plan import _with_window
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
-from eldr_sim.planning.search.plan import CandidateRow, plan
-from eldr_sim.planning.search.rates import check_requests, plan_rate
+from eldr_sim.planning.search.goals import Cheapest, HighestRate, find
+from eldr_sim.planning.search.plan import CandidateRow
+from eldr_sim.planning.search.rates import check_requests
 from eldr_sim.planning.search.shapes import shapes
-from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
 from eldr_sim.planning.slo import Interval, Objective, Verdict
 from eldr_sim.simulator.run import simulate_summary
@@ -28,13 +29,13 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from .analytic import BASE, LEVEL, LOCALITY, SPEED, Analytic, attained, simulated_by
 
 
-def ask(evaluate=None, *, attainment=0.9, looks=(3, 5), **arguments):
+def ask(evaluate=None, *, attainment=0.9, looks=(3, 5), why_not=(), **arguments):
     arguments = {"policies": ["jsq", "eldr"], "gpus": ["h100", "mi300x"]} | arguments
     arguments = {"tensor_parallel_sizes": [1], "max_gpus": 32} | arguments
     config = make_config(BASE | arguments.pop("config", {}))
     objective = Objective(LEVEL, attainment, looks)
     with simulated_by(evaluate or Analytic()):
-        return plan(config, objective, runs=Runs(1), **arguments)
+        return find(Space(config, **arguments), Cheapest(objective, why_not), Runs(1))
 
 
 def brute_force(gpu, policy, cost, target=0.9, sizes=(1, 1), max_gpus=32):
@@ -264,15 +265,18 @@ def test_no_cluster_is_large_enough():
 def test_arithmetic_alone_rules_out_what_it_can():
     evaluate = Analytic()
     with simulated_by(evaluate):
-        found = plan(
-            make_config(BASE), Objective(parse_slo(["tpot:2"]), 0.9), gpus=["h100"],
-            tensor_parallel_sizes=[1], runs=Runs(1),
-        )  # fmt: skip
+        found = find(
+            Space(make_config(BASE), gpus=["h100"], tensor_parallel_sizes=[1]),
+            Cheapest(Objective(parse_slo(["tpot:2"]), 0.9)),
+            Runs(1),
+        )
     assert found.best is None
     assert "more than the TPOT bound of 2 ms" in found.rows[0].reasons[0]
     with simulated_by(evaluate):
-        found = plan(
-            make_config(BASE), Objective(parse_slo(["ttft:1"]), 0.9), gpus=["h100"], runs=Runs(1)
+        found = find(
+            Space(make_config(BASE), gpus=["h100"]),
+            Cheapest(Objective(parse_slo(["ttft:1"]), 0.9)),
+            Runs(1),
         )
     assert "takes longer than the TTFT bound of 1 ms" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
@@ -337,8 +341,10 @@ def test_the_highest_rate_of_a_cluster():
     config = make_config(BASE | {"topology": "6P10D"})
     objective = Objective(LEVEL, 0.9, (3, 5))
     with simulated_by(Analytic(0.03)):
-        found = plan_rate(
-            config, objective, policies=["jsq", "eldr"], gpus=["h100", "mi300x"], runs=Runs(1)
+        found = find(
+            Space(config, policies=["jsq", "eldr"], gpus=["h100", "mi300x"]),
+            HighestRate(objective),
+            Runs(1),
         )
     assert len(found.rows) == 4
     for each in found.rows:
@@ -367,7 +373,9 @@ def test_the_highest_rate_of_a_cluster():
 def test_a_cluster_that_carries_nothing():
     objective = Objective(parse_slo(["tpot:2"]), 0.9)
     with simulated_by(Analytic()):
-        found = plan_rate(make_config(BASE | {"topology": "1P1D"}), objective, runs=Runs(1))
+        found = find(
+            Space(make_config(BASE | {"topology": "1P1D"})), HighestRate(objective), Runs(1)
+        )
     assert found.best is None
     assert "more than the TPOT bound" in found.rows[0].reasons[0]
     json.dumps(found.record(), allow_nan=False)
@@ -378,7 +386,7 @@ def test_the_best_split_is_that_of_all_splits():
     config = make_config(BASE | {"policy": "jsq", "duration": 60})
     objective = Objective(LEVEL, 0.9, (3,))
     with simulated_by(Analytic()):
-        found = plan_split(config, objective, 12, tensor_parallel_sizes=[1], runs=Runs(1))
+        found = find(Space(config, tensor_parallel_sizes=[1]), HighestRate(objective, 12), Runs(1))
 
     def highest(x):
         at = config.replace(goodput=LEVEL, topology=f"{x}P{12 - x}D")
@@ -394,7 +402,10 @@ def test_the_best_split_is_that_of_all_splits():
     assert len(found.best.by_seed) == 3
     assert all(each.config.n_gpus <= 12 for each in found.rows)
     with pytest.raises(InputError, match="gpus: 1: xPyD TP1: 2 GPUs are more than 1"):
-        plan_split(make_config(BASE | {"policy": "eldr"}), objective, 1, tensor_parallel_sizes=[1])
+        find(
+            Space(make_config(BASE | {"policy": "eldr"}), tensor_parallel_sizes=[1]),
+            HighestRate(objective, 1),
+        )
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -438,7 +449,7 @@ def test_bad_plan(arguments, message):
 def test_workers_that_a_plan_cannot_size_are_refused(values, message):
     objective = Objective(LEVEL)
     with pytest.raises(InputError, match=message):
-        plan(make_config(values), objective, max_gpus=4)
+        find(Space(make_config(values), max_gpus=4), Cheapest(objective))
 
 
 # -- engines that share experts ------------------------------------------------------------------
@@ -459,10 +470,16 @@ GROUPS = {
 def test_a_plan_chooses_redundant_experts():
     """Workers of two engines; each redundant expert is paid for in KV blocks of every GPU."""
     objective = Objective(parse_slo(["ttft:2000,tpot:100"]), attainment=0.9, looks=(2,))
-    found = plan(
-        make_config(GROUPS), objective, max_gpus=8, axes={"num_redundant_experts": (0, 32)},
-        tensor_parallel_sizes=(1,), runs=Runs(1),
-    )  # fmt: skip
+    found = find(
+        Space(
+            make_config(GROUPS),
+            max_gpus=8,
+            axes={"num_redundant_experts": (0, 32)},
+            tensor_parallel_sizes=(1,),
+        ),
+        Cheapest(objective),
+        Runs(1),
+    )
     trials = {each.policy: each.trial for each in found.rows}
     assert set(trials) == {f"jsq, num_redundant_experts={n}" for n in (0, 32)}
     assert (
@@ -575,19 +592,23 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
     assert template.worker_sizes == (2, 4)
     assert [str(template.at(3, y).cluster.topology) for y in (1, 2)] == ["3P2A2F", "3P2x2A2F"]
     assert template.at(3, 2).n_gpus == template.cost(3, 2) == 14
-    found = plan(
-        config, objective, max_gpus=8, tensor_parallel_sizes=(1,), data_parallel_sizes=(2,),
-        ffn_ranks=(2,), runs=Runs(1), why_not=["1P2A4F:tp1"],
-    )  # fmt: skip
+    found = find(
+        Space(
+            config, max_gpus=8, tensor_parallel_sizes=(1,), data_parallel_sizes=(2,), ffn_ranks=(2,)
+        ),
+        Cheapest(objective, why_not=["1P2A4F:tp1"]),
+        Runs(1),
+    )
     best = found.best.trial
     assert best.config.cluster.topology == "1P2A2F"
     assert best.summaries[0]["group"]["ffn_ranks"] == 2
     assert "takes 7 GPUs where the answer takes 6" in found.why_not[0][1]
     short = make_config(config.model_dump(exclude_unset=True) | {"duration": 1.5, "warmup": 0.5})
-    split = plan_split(
-        short, objective, 7, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2),
-        ffn_ranks=(2,), runs=Runs(1),
-    )  # fmt: skip
+    split = find(
+        Space(short, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2), ffn_ranks=(2,)),
+        HighestRate(objective, 7),
+        Runs(1),
+    )
     carried = split.best.trial.config
     assert carried.pools[-1].own.ffn_ranks == 2
     assert carried.n_gpus <= 7
@@ -603,17 +624,24 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
 )
 def test_experts_on_gpus_of_their_own_need_engines(ranks, engines, says):
     with pytest.raises(InputError, match=says):
-        plan(
-            make_config(BASE), Objective(LEVEL), ffn_ranks=ranks, data_parallel_sizes=engines,
-            runs=Runs(1),
-        )  # fmt: skip
+        find(
+            Space(make_config(BASE), ffn_ranks=ranks, data_parallel_sizes=engines),
+            Cheapest(Objective(LEVEL)),
+            Runs(1),
+        )
 
 
 def test_redundant_experts_need_engines_that_share_experts():
     with pytest.raises(InputError, match=r"num_redundant_experts: .*--data-parallel-size 2"):
-        plan(make_config(BASE), Objective(LEVEL), axes={"num_redundant_experts": (0, 16)})
+        find(
+            Space(make_config(BASE), axes={"num_redundant_experts": (0, 16)}),
+            Cheapest(Objective(LEVEL)),
+        )
     with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names one twice"):
-        plan(make_config(GROUPS), Objective(LEVEL), axes={"num_redundant_experts": (16, 16)})
+        find(
+            Space(make_config(GROUPS), axes={"num_redundant_experts": (16, 16)}),
+            Cheapest(Objective(LEVEL)),
+        )
 
 
 @pytest.mark.parametrize("topology", ["1P1D", "1C", "1P"])
@@ -632,7 +660,9 @@ def test_a_rate_of_few_requests_is_found_in_a_longer_window():
     config = make_config(BASE | {"topology": "1P1D", "duration": 10, "policy": "jsq"})
     evaluate = Analytic()
     with simulated_by(evaluate):
-        found = plan_rate(config, Objective(LEVEL, 0.9, (3,)), gpus=["H100"], runs=Runs(1))
+        found = find(
+            Space(config, gpus=["H100"]), HighestRate(Objective(LEVEL, 0.9, (3,))), Runs(1)
+        )
 
     def above(rate):
         return math.prod(attained(found.best.trial.config.model_copy(
@@ -651,6 +681,8 @@ def test_the_rate_of_a_dense_model_and_of_priced_co_located_workers():
     objective = Objective(parse_slo(["ttft:5000"]), 0.5, (2,))
     for changes, prices in (({"model": "Llama-3.1-8B"}, {}), ({}, {"h100": 2.0})):
         with simulated_by(simulate_summary):
-            found = plan_rate(make_config(base | changes), objective, prices=prices, runs=Runs(1))
+            found = find(
+                Space(make_config(base | changes), prices=prices), HighestRate(objective), Runs(1)
+            )
         assert found.best.figure.mean > 25
         assert found.has_prices == bool(prices)

@@ -171,7 +171,7 @@ def test_a_days_log_is_planned_at_its_peak(run_cli, day, tmp_path):
 
 def test_a_long_log_is_told_before_it_is_replayed_whole(run_cli, day, monkeypatch):
     monkeypatch.setattr("eldr_sim.cli.plan._MANY_REQUESTS", 300)
-    monkeypatch.setattr("eldr_sim.planning.search.plan.plan", lambda *_, **__: exit(7))
+    monkeypatch.setattr("eldr_sim.planning.search.goals.cheapest_cluster", lambda *_, **__: exit(7))
     code, _, err = run_cli(*LOG, "--workload", day)
     assert code == 7
     assert err.startswith("Every run replays all 380 requests of the log, 10,740 s; --busiest 10m")
@@ -191,7 +191,7 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eldr_sim.planning.search.plan.plan", interrupted)
+    monkeypatch.setattr("eldr_sim.planning.search.goals.cheapest_cluster", interrupted)
     code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []

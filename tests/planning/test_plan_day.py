@@ -11,8 +11,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search import day
-from eldr_sim.planning.search.day import _settings, plan_day
+from eldr_sim.planning.search.axes import Space
+from eldr_sim.planning.search.day import _settings
 from eldr_sim.planning.search.day_workers import workers_by_period
+from eldr_sim.planning.search.goals import CheapestFleet, find
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.reports.plan_section import plan_words
@@ -29,8 +31,10 @@ RULE = "seconds:interval=0.5,hold=1,memory=2"
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan_day(
-        CONFIG, OBJECTIVE, rules=[RULE, "hpa:interval=0.5,down_s=2"], bounded=True, runs=Runs(1)
+    return find(
+        Space(CONFIG),
+        CheapestFleet(OBJECTIVE, rules=[RULE, "hpa:interval=0.5,down_s=2"], bounded=True),
+        Runs(1),
     )
 
 
@@ -131,8 +135,10 @@ def test_a_period_has_the_mean_of_what_changes_in_it():
 
 
 def test_prices_make_it_dollars():
-    found = plan_day(
-        CONFIG, OBJECTIVE, rules=[RULE], prices={"h100": 2.0}, bounded=True, runs=Runs(1)
+    found = find(
+        Space(CONFIG, prices={"h100": 2.0}),
+        CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
+        Runs(1),
     )
     best = found.best
     used = [s["scaling"]["gpu_hours"] for s in best.trial.summaries]
@@ -153,8 +159,10 @@ def test_bounds_of_the_objective_become_those_of_rules():
 
 
 def test_where_one_worker_serves_all_no_rule_is_run():
-    found = plan_day(
-        CONFIG.replace(load="ladder:9,12@6"), OBJECTIVE, rules=[RULE], bounded=True, runs=Runs(1)
+    found = find(
+        Space(CONFIG.replace(load="ladder:9,12@6")),
+        CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
+        Runs(1),
     )
     assert found.best.policy == "none:n=1"
     assert "none can go" in found.rows[1].reasons[0]
@@ -190,10 +198,11 @@ def test_a_setting_that_meets_under_one_seed_alone_gives_way_to_the_next(monkeyp
 
 
 def test_a_load_that_no_fleet_serves_has_no_answer():
-    found = plan_day(
-        CONFIG.replace(load="ladder:300@6", topology="2C"), OBJECTIVE, rules=[RULE], bounded=True,
-        runs=Runs(1),
-    )  # fmt: skip
+    found = find(
+        Space(CONFIG.replace(load="ladder:300@6", topology="2C")),
+        CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
+        Runs(1),
+    )
     assert found.best is None
     assert "always, attains only" in found.rows[0].reasons[0] or found.rows[0].reasons
 
@@ -209,7 +218,11 @@ def test_a_load_that_no_fleet_serves_has_no_answer():
 )
 def test_bad_questions(changes, rules, message):
     with pytest.raises(InputError, match=message):
-        plan_day(CONFIG.replace(**changes), OBJECTIVE, rules=rules, bounded=True, runs=Runs(1))
+        find(
+            Space(CONFIG.replace(**changes)),
+            CheapestFleet(OBJECTIVE, rules=rules, bounded=True),
+            Runs(1),
+        )
 
 
 def test_the_command(run_cli, tmp_path):

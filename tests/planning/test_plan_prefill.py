@@ -9,11 +9,11 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
-from eldr_sim.planning.search.plan import plan
-from eldr_sim.planning.search.prefill import plan_fastest, prefill_candidates
+from eldr_sim.planning.search.goals import Cheapest, Fastest, HighestRate, find
+from eldr_sim.planning.search.prefill import prefill_candidates
 from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy, strategy_of
-from eldr_sim.planning.search.rates import plan_rate
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.groups import parse_slo
@@ -85,10 +85,11 @@ BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     with analytic():
-        found = plan(
-            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, runs=Runs(1),
-            tensor_parallel_sizes=[1, 4],
-        )  # fmt: skip
+        found = find(
+            Space(make_config(BASE), max_gpus=8, tensor_parallel_sizes=[1, 4]),
+            Cheapest(Objective(LEVEL, 0.9, (3,))),
+            Runs(1),
+        )
     least = {}
     for kind, _, config in every_cluster(8, (1, 4), BUDGETS):
         if attained(config) >= 0.9:
@@ -101,10 +102,17 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     assert found.margin.rate.mean >= 40 * 0.99
     assert (found.front, found.gains) == ((), ())
     with analytic():
-        priced = plan(
-            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, runs=Runs(1),
-            tensor_parallel_sizes=[4], strategies=["tp"], prices={"h100": 2.5},
-        )  # fmt: skip
+        priced = find(
+            Space(
+                make_config(BASE),
+                max_gpus=8,
+                tensor_parallel_sizes=[4],
+                strategies=["tp"],
+                prices={"h100": 2.5},
+            ),
+            Cheapest(Objective(LEVEL, 0.9, (3,))),
+            Runs(1),
+        )
     assert priced.best.cost == 2.5 * priced.best.trial.config.n_gpus
     found.write(tmp_path / "plan")
     written = json.loads((tmp_path / "plan" / "plan.json").read_text())
@@ -115,7 +123,9 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
 def test_the_fastest_is_that_of_the_whole_grid():
     config = make_config(BASE | {"num_requests": 150, "warmup": None})
     with analytic():
-        found = plan_fastest(config, max_gpus=4, worker_gpus=[2, 4], runs=Runs(1), seeds=3)
+        found = find(
+            Space(config, max_gpus=4, tensor_parallel_sizes=[2, 4]), Fastest(seeds=3), Runs(1)
+        )
     best = {}
     for kind, size, each in every_cluster(4, (2, 4), BUDGETS):
         if each.n_gpus == 4:
@@ -186,12 +196,12 @@ def test_lower_bounds_on_workers_are_such(fields, rate):
 )
 def test_refusals(fields, arguments, field):
     with pytest.raises(InputError) as caught:
-        plan(make_config(BASE | fields), Objective(LEVEL), **arguments)
+        find(Space(make_config(BASE | fields), **arguments), Cheapest(Objective(LEVEL)))
     assert caught.value.field == field
     with pytest.raises(InputError, match="slo"):
-        plan(make_config(BASE), Objective(parse_slo(["ttft:1,tpot:1"])))
+        find(Space(make_config(BASE)), Cheapest(Objective(parse_slo(["ttft:1,tpot:1"]))))
     with pytest.raises(InputError, match="num_requests"):
-        plan_fastest(make_config(BASE))
+        find(Space(make_config(BASE)), Fastest())
 
 
 def test_the_command(run_cli, tmp_path):
@@ -232,7 +242,7 @@ def test_the_highest_rate_of_prefill_workers(topology):
     config = make_config(BASE | {"topology": topology, "max_num_batched_tokens": 8192})
     config = config.model_copy(update={"goodput": LEVEL})
     with analytic():
-        (found,) = plan_rate(config, Objective(LEVEL, 0.9, (2,)), runs=Runs(1)).rows
+        (found,) = find(Space(config), HighestRate(Objective(LEVEL, 0.9, (2,))), Runs(1)).rows
     at, above = (
         attained(config.model_copy(update={"request_rate": share * found.figure.mean}))
         for share in (1.0, 1.011)

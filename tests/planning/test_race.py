@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.axes import Space
+from eldr_sim.planning.search.goals import Cheapest, HighestRate, find
 from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, decided, halved
-from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import SHORTEST
 from eldr_sim.planning.slo import Objective, is_below
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -171,10 +171,18 @@ class Batched(Analytic):
 def test_a_plan_of_many_candidates_searches_the_best_of_them():
     sizes = [2**n for n in range(1, 11)]
     with simulated_by(Batched()):
-        found = plan(
-            make_config(BASE), OBJECTIVE, policies=["jsq"], gpus=["H100"], max_gpus=32,
-            tensor_parallel_sizes=[1], axes={"max_num_seqs": sizes}, runs=Runs(1),
-        )  # fmt: skip
+        found = find(
+            Space(
+                make_config(BASE),
+                policies=["jsq"],
+                gpus=["H100"],
+                max_gpus=32,
+                tensor_parallel_sizes=[1],
+                axes={"max_num_seqs": sizes},
+            ),
+            Cheapest(OBJECTIVE),
+            Runs(1),
+        )
     assert len(found.rows) == len(sizes)
     assert found.best.policy == "jsq, max_num_seqs=64"
     beaten = [row for row in found.rows if row.without == "beaten"]
@@ -189,12 +197,13 @@ def test_the_best_split_of_many_candidates_is_of_the_best_of_them():
     config = make_config(BASE | {"policy": "jsq", "duration": 60})
     with simulated_by(Batched("health_delay_ms")):
         found, alone = (
-            plan_split(
-                config, OBJECTIVE, 12, tensor_parallel_sizes=[1], runs=Runs(1),
-                axes={"health_delay_ms": some},
+            find(
+                Space(config, tensor_parallel_sizes=[1], axes={"health_delay_ms": some}),
+                HighestRate(OBJECTIVE, 12),
+                Runs(1),
             )
             for some in (sizes, [64])
-        )  # fmt: skip
+        )
     assert found.best.policy == "jsq, health_delay_ms=64.0"
     assert found.best.figure.mean == pytest.approx(alone.best.figure.mean, rel=0.02)
     assert {row.policy for row in found.rows} == {f"jsq, health_delay_ms={n}.0" for n in sizes}
@@ -205,10 +214,16 @@ def test_a_further_router_is_searched_from_where_the_first_one_ended():
     runs = {}
     for policies in (["jsq", "eldr"], ["jsq"], ["eldr"]):
         with simulated_by(Analytic()) as _:
-            found = plan(
-                make_config(BASE | {"request_rate": 40}), OBJECTIVE, policies=policies,
-                max_gpus=40, tensor_parallel_sizes=[1, 2, 4], runs=Runs(1),
-            )  # fmt: skip
+            found = find(
+                Space(
+                    make_config(BASE | {"request_rate": 40}),
+                    policies=policies,
+                    max_gpus=40,
+                    tensor_parallel_sizes=[1, 2, 4],
+                ),
+                Cheapest(OBJECTIVE),
+                Runs(1),
+            )
         runs[*policies] = found, {row.policy: row.cost for row in found.rows}
     both, costs = runs["jsq", "eldr"]
     assert costs == runs["jsq",][1] | runs["eldr",][1]
