@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import choice
 from eldr_sim.policies.rule import Kept, Rule, RuleBy
+from eldr_sim.policies.seen import COLUMNS, LOADS, NOTHING, RequestInfo, Workers
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
@@ -20,78 +21,20 @@ if TYPE_CHECKING:
     from eldr_sim.policies.compiled import CompiledDecisions
     from eldr_sim.policies.eldr.artifact import RoutingArtifact
     from eldr_sim.policies.eldr.signature import FitOptions
-    from eldr_sim.policies.placement.base import Placement
-    from eldr_sim.policies.scaling.base import ScalingContext
+    from eldr_sim.policies.placement.placement import Placement
+    from eldr_sim.policies.scaling.facts import ScalingContext
     from eldr_sim.traces.routing.calibration import CalibrationSet
     from eldr_sim.traces.routing.gate_scores import PromptScore
 
+__all__ = [
+    "LOADS", "NOTHING", "Needs", "Policy", "PolicyContext", "RequestInfo", "RouterPolicy",
+    "Workers", "decisions_of", "gives_rules", "newest",
+]  # fmt: skip
+
 T = TypeVar("T")
+#: What a subclass may have of its own that is not in compiled code.
+_ASKED = frozenset({"select", "on_complete", "near", "usage"})
 _COSTS = ("step_times", "rank_moe", "prefill_work", "all_to_all", "placements")
-
-
-class Workers(NamedTuple):
-    """The workers of a pool as their router sees them: a column each, shape [n_workers].
-
-    The router counts ``loads`` itself; the others are what the engines publish, as of
-    ``signals_s``: vLLM's ``num_requests_waiting``, ``num_requests_running``,
-    ``kv_cache_usage_perc``, and tokens."""
-
-    #: int64: requests in flight, from the router's decision until it hears of their end.
-    loads: NDArray[np.int64]
-    #: int64: requests that wait, their KV cache on its way or not, and that compute or decode.
-    waiting: NDArray[np.int64]
-    running: NDArray[np.int64]
-    #: int64: tokens of prompts (after preemption: contexts) that wait, and of running contexts.
-    waiting_tokens: NDArray[np.int64]
-    running_tokens: NDArray[np.int64]
-    kv_usage: NDArray[np.float64]  #: float64: share of the KV blocks that requests hold, 0 to 1
-    healthy: NDArray[np.bool_]  #: bool: whether the worker answers
-    #: The router's clock, and when the engines published what the columns say, s.
-    now_s: float = 0.0
-    signals_s: float = 0.0
-    #: int64: cached tokens of the request's prompt, as the router knows; under ``needs.matched``.
-    matched: NDArray[np.int64] = np.zeros(0, np.int64)
-    #: int64: these and those that KV tiers could load; float64: what that would take now, s.
-    reachable: NDArray[np.int64] = np.zeros(0, np.int64)
-    load_s: NDArray[np.float64] = np.zeros(0)
-
-    @classmethod
-    def idle(cls, loads: ArrayLike) -> Workers:
-        """Return healthy workers with these ``loads`` whose engines report nothing."""
-        counted = np.asarray(loads, np.int64)
-        n = len(counted)
-        a, b, c, d = np.zeros((4, n), np.int64)
-        return cls(counted, a, b, c, d, kv_usage=np.zeros(n), healthy=np.ones(n, np.bool_))
-
-    def usable(self) -> list[int]:
-        """Return the indices of the healthy workers."""
-        found: list[int] = np.flatnonzero(self.healthy).tolist()
-        return found
-
-
-_COLUMNS = frozenset(Workers._fields[:6])
-#: `Needs.columns` of policies that read loads alone, and of those that read nothing.
-LOADS, NOTHING = frozenset({"loads"}), frozenset[str]()
-
-
-class RequestInfo(NamedTuple):
-    """A request as the router sees it at the moment of a decision."""
-
-    request_id: int  #: number of the request within the run
-    prompt_len: int  #: prompt length in tokens
-    #: Oracle label, an index into ``CalibrationSet.domains``, which only ``DomainPolicy`` reads.
-    domain: int
-    #: Hashes of the prompt's blocks in order, chained as vLLM's; the last may be partial.
-    prefix_hash: Sequence[int] = ()
-    #: Prefill counts, [L, E], of the prompt tokens that chose each expert, or summed gate scores
-    #: (``needs.signature``); None before prefill has ended, and of decode-only traces.
-    signature: NDArray[Any] | None = None
-    #: Two requests with the same id have equal counts; None: nothing is promised.
-    signature_id: int | None = None
-    #: Names the conversation or the user that the request belongs to; ``None`` where unknown.
-    session: int | str | None = None
-    #: Output tokens that the client has asked for; ``None`` where it has set no limit.
-    max_tokens: int | None = None
 
 
 class Needs(NamedTuple):
@@ -108,7 +51,7 @@ class Needs(NamedTuple):
     """The experts to come, which no real router has."""
     costs: bool = False
     """Times of steps, MoE layers and transfers, the work of prompts, and where experts lie."""
-    columns: frozenset[str] = _COLUMNS
+    columns: frozenset[str] = COLUMNS
     """Columns of `Workers` that decide, other than ``healthy``."""
     ends: bool = False
     """Decode: to hear of completions, ``on_complete``."""
@@ -216,6 +159,14 @@ def newest(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
     """Return which of some methods are the policy's own, or of the first class that has any."""
     owners = (policy, *type(policy).__mro__)
     return next((own for owner in owners if (own := methods & vars(owner).keys())), set())
+
+
+def decisions_of(policy: RouterPolicy, workers: Workers, n: int) -> CompiledDecisions | None:
+    """Return a policy's compiled decisions on ``n`` kinds of requests; None where it has to be
+    asked: it has none, or a subclass decides in another way."""
+    if "compiled" not in newest(policy, _ASKED | {"compiled"}):
+        return None
+    return policy.compiled(workers, n)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 from eldr_sim.arrays import Bools, Ints
 from eldr_sim.jit import njit
-from eldr_sim.policies.base import RequestInfo, RouterPolicy, Workers, newest
+from eldr_sim.policies.seen import RequestInfo
 
 #: What `CompiledDecisions.choose` returns besides the index of a worker: nobody is healthy; it has
 #: to be prepared, and is asked again then.
 HOLD, UNPREPARED = -1, -2
-#: What a subclass may have of its own that is not in compiled code.
-_ASKED = frozenset({"select", "on_complete", "near", "usage"})
 
 
 class CompiledDecisions(Protocol):
@@ -31,14 +29,6 @@ class CompiledDecisions(Protocol):
 
     def prepare(self, kinds: Sequence[int], requests: Sequence[RequestInfo], now_s: float) -> None:
         """Get ready to decide: on the first of the requests now, on the others perhaps soon."""
-
-
-def decisions_of(policy: RouterPolicy, workers: Workers, n: int) -> CompiledDecisions | None:
-    """Return a policy's compiled decisions on ``n`` kinds of requests; None where it has to be
-    asked: it has none, or a subclass decides in another way."""
-    if "compiled" not in newest(policy, _ASKED | {"compiled"}):
-        return None
-    return policy.compiled(workers, n)
 
 
 @njit()

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from eldr_sim.policies.base import Workers
+    from eldr_sim.policies.seen import Workers
 
-#: What a rule may weigh: columns of `base.Workers`, and requests ``sent`` since engines published.
+#: What a rule may weigh: columns of `seen.Workers`, and requests ``sent`` since engines published.
 COLUMNS = (
     "loads", "sent", "waiting", "running", "waiting_tokens", "running_tokens", "kv_usage",
 )  # fmt: skip

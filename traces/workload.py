@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_sim.arrays import Int32s, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.columns import Requests
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 

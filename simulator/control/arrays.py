@@ -8,6 +8,7 @@ import numpy as np
 from eldr_sim.arrays import Floats, Int32s, Records
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.tier_arrays import make_tiers, prompt_table
 from eldr_sim.simulator.plane import loop, state
 from eldr_sim.simulator.plane.front_end import most_at_once
 from eldr_sim.simulator.plane.kv.kv_cache import make_kv_cache
@@ -24,7 +25,6 @@ from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config.field_types import parse_kv_signal
 from eldr_sim.simulator.setup.config.groups import LOOP, EngineConfig
-from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.traces.workload import Workload
 
 _T = TypeVar("_T")

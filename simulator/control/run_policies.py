@@ -24,12 +24,11 @@ from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.plane.steps.group_state import ASKED
-from eldr_sim.simulator.setup.cluster_spec import PoolSpec
+from eldr_sim.simulator.setup.cluster_spec import PoolSpec, work_of
 from eldr_sim.simulator.setup.config.groups import PolicyConfig
 from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.simulator.setup.replay import Replay
-from eldr_sim.simulator.setup.streaming import work_of
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore

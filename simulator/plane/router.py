@@ -7,8 +7,15 @@ import numpy as np
 from numba import types
 
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
-from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers, gives_rules
-from eldr_sim.policies.compiled import CompiledDecisions, decisions_of
+from eldr_sim.policies.base import (
+    Needs,
+    RequestInfo,
+    RouterPolicy,
+    Workers,
+    decisions_of,
+    gives_rules,
+)
+from eldr_sim.policies.compiled import CompiledDecisions
 from eldr_sim.policies.rule import COLUMNS, Kept, Rule
 from eldr_sim.references import Reference
 from eldr_sim.simulator.plane import choose, state

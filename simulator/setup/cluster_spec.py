@@ -11,7 +11,10 @@ import numpy as np
 
 from eldr_sim.arrays import Array
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, peak_flops, prefill_work
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.steps import weight_streaming
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
@@ -23,7 +26,7 @@ from eldr_sim.simulator.setup.config.pools import Engine, OwnPool
 from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
-from eldr_sim.simulator.setup.streaming import PromptLayout
+from eldr_sim.simulator.setup.streaming import NOTHING_STREAMED, PromptLayout
 from eldr_sim.simulator.setup.transfer import TransferModel
 
 
@@ -219,3 +222,23 @@ class ClusterSpec:
     def decode(self) -> EngineSpec:
         """The engines that decode, the first pool's where several do; without any, `prefill`."""
         return next((pool.engine for pool in self.pools if pool.decodes), self.prefill)
+
+
+def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
+    """Return what prompts cost an engine, and the work at which it hides its transfers, of the
+    largest step over as many prompts as may run (MoE-Prefill App. B.4)."""
+    n = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+    length = min(engine.max_num_batched_tokens // n, engine.step_time.max_model_len)
+    parts = engine.step_time.parts(chunks=[(0, length)] * n)
+    computes = parts.attention + parts.dense + parts.collectives + parts.moe
+    work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
+    n_layers = model.n_moe_layers or model.n_layers
+    gpus = engine.parallelism.engine_gpus
+    return weight_streaming.with_saturation(
+        work,
+        streams.stream if streams else NOTHING_STREAMED,
+        n_layers=n_layers,
+        peak_flops=gpus * peak_flops(model, engine.step_time.gpu),
+        layer_s=computes / n_layers,
+        batch_flops=n * work.flops(length),
+    )

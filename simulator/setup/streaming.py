@@ -1,15 +1,12 @@
 """Where the layers of prefill workers are: streamed, in stages, or as usual (None)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps import weight_streaming
@@ -20,10 +17,7 @@ from eldr_sim.simulator.setup.config.groups import ClusterConfig, ExpertsConfig
 from eldr_sim.simulator.setup.config.pools import Pool, WorkerPool
 from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
 
-if TYPE_CHECKING:
-    from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-
-_NOTHING = weight_streaming.Stream(0.0, 0.0, 0.0, True)
+NOTHING_STREAMED = weight_streaming.Stream(0.0, 0.0, 0.0, True)
 _STREAMING = ("expert_gather", "offload_window", "gather_interference", "kv_cache_free")
 
 
@@ -150,7 +144,7 @@ def make_prompt_layers(
 ) -> PromptLayers:
     """Return the arrays of ``n_workers`` prefill workers; a dense model's layers are one."""
     shares = () if layout.pipeline is None else layout.pipeline.shares
-    stream, window, expert_s = _NOTHING, 0, 0.0
+    stream, window, expert_s = NOTHING_STREAMED, 0, 0.0
     if layout.stream is not None:
         stream, window = layout.stream.stream, layout.stream.window
     if layout.on_demand:
@@ -167,24 +161,4 @@ def make_prompt_layers(
         send_token_s=0.0 if layout.pipeline is None else layout.pipeline.send_token_s,
         stage_end=np.zeros((n_workers, len(shares))),
         exits=np.zeros((n_workers, len(shares))),
-    )
-
-
-def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
-    """Return what prompts cost an engine, and the work at which it hides its transfers, of the
-    largest step over as many prompts as may run (MoE-Prefill App. B.4)."""
-    n = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-    length = min(engine.max_num_batched_tokens // n, engine.step_time.max_model_len)
-    parts = engine.step_time.parts(chunks=[(0, length)] * n)
-    computes = parts.attention + parts.dense + parts.collectives + parts.moe
-    work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
-    n_layers = model.n_moe_layers or model.n_layers
-    gpus = engine.parallelism.engine_gpus
-    return weight_streaming.with_saturation(
-        work,
-        streams.stream if streams else _NOTHING,
-        n_layers=n_layers,
-        peak_flops=gpus * peak_flops(model, engine.step_time.gpu),
-        layer_s=computes / n_layers,
-        batch_flops=n * work.flops(length),
     )

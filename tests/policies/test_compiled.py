@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RouterPolicy, Workers
-from eldr_sim.policies.compiled import HOLD, decisions_of, least_loaded
+from eldr_sim.policies.base import PolicyContext, RouterPolicy, Workers, decisions_of
+from eldr_sim.policies.compiled import HOLD, least_loaded
 from eldr_sim.policies.eldr import online as online_module
 from eldr_sim.policies.routing import marginal_cost
 from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy

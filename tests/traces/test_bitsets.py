@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning
 from eldr_sim.traces.routing import bitsets
-from eldr_sim.traces.routing.bitsets import bit_sets, pack_bits
+from eldr_sim.traces.routing.bitsets import pack_bits
+from eldr_sim.traces.routing.format import bit_sets
 from eldr_sim.traces.routing.writer import write_trace
 
 

@@ -13,7 +13,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.caches.eviction import hit_rates
 from eldr_sim.traces.requests.caches.reuse import reuse_of
-from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.columns import Requests
 
 from ..arc import Arc
 from ..session_cache import SessionCache

@@ -19,7 +19,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.streams import stream
 
 if TYPE_CHECKING:
-    from eldr_sim.traces.requests.requests import Requests
+    from eldr_sim.traces.requests.columns import Requests
 
 _HISTORY, _WARM_UPS = (0.25, 0.75), 10  #: share of a session; requests of a lane
 #: Seconds of a gap that a session lasts at least, of one of many lanes or of few

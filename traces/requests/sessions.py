@@ -18,7 +18,7 @@ from eldr_sim.traces.requests.session_shape import SessionShape
 from eldr_sim.traces.streams import stream
 
 if TYPE_CHECKING:
-    from eldr_sim.traces.requests.requests import Requests
+    from eldr_sim.traces.requests.columns import Requests
     from eldr_sim.traces.requests.texts import Texts
 
 _MOST_TURNS, _MOST_REQUESTS = 10_000, 20_000_000

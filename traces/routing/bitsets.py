@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,6 @@ from eldr_sim import cache
 from eldr_sim.arrays import Array, Words
 from eldr_sim.errors import InputError
 from eldr_sim.jit import lowest, njit
-
-if TYPE_CHECKING:
-    from eldr_sim.traces.routing.format import RoutingTrace
 
 _CHUNK_ROWS = 1 << 13
 FORMAT_VERSION = 1  #: version of the files in the cache
@@ -101,24 +99,35 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
                     word &= word - np.uint64(1)
 
 
-def bit_sets(trace: RoutingTrace) -> Words:
+def kept_bits(
+    checksum: str,
+    shape: tuple[int, int, int],
+    top_k: int,
+    experts: Callable[[], Array],
+    source: str,
+    *,
+    keep: bool = True,
+) -> Words:
     """Return a trace's bit sets, read-only, memory-mapped from `eldr_sim.cache`: a header
     (`_OWNER`, a CRC-32), then the sets. A damaged file is built again; without a cache they stay in
-    memory, and so do those of calibration alone, of which fits are kept."""
-    checksum, top_k = trace.manifest.checksum, trace.top_k
-    shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
-    owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
+    memory.
+
+    ``shape``: tokens, layers and experts; ``experts``: returns the ids, of the file ``source``;
+    ``keep``: whether sets that are built are kept."""
+    n_tokens, n_layers, n_experts = shape
+    words = (n_tokens, n_layers, -(-n_experts // 64))
+    owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *words)
     name = f"{checksum[:16]}-top{top_k}-v{FORMAT_VERSION}.bits"
-    found = _load(cache.find(cache.BITSETS, name), owner, shape)
+    found = _load(cache.find(cache.BITSETS, name), owner, words)
     if found is not None:
         return found
-    bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
+    bits = pack_bits(experts(), n_experts, source)
     bits.flags.writeable = False
-    if trace.is_calibration.all():
+    if not keep:
         return bits
     header = _header(owner, bits)
     kept = cache.keep(cache.BITSETS, name, lambda file: file.writelines((header, bits.data)))
-    mapped = _load(kept, owner, shape)
+    mapped = _load(kept, owner, words)
     return bits if mapped is None else mapped
 
 

@@ -29,7 +29,7 @@ from eldr_sim.inputs import reading
 from eldr_sim.parquet import numbers, read_table
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
-from eldr_sim.traces.routing.bitsets import bit_sets, check_ids, count_rows
+from eldr_sim.traces.routing.bitsets import check_ids, count_rows, kept_bits
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
 from eldr_sim.traces.routing.manifest import (
     BUILTIN,
@@ -221,6 +221,21 @@ class RoutingTrace:
         for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
             out[i] = count_rows(self.bits[row : row + n], self.n_experts)
         return out
+
+
+def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
+    """Return a trace's bit sets, see `bitsets.kept_bits`; those of calibration alone, of which fits
+    are kept, stay in memory."""
+    manifest, shape = trace.manifest, (trace.manifest.n_tokens, trace.n_layers, trace.n_experts)
+    source = str(trace.path / manifest.experts_file)
+    return kept_bits(
+        manifest.checksum,
+        shape,
+        trace.top_k,
+        lambda: trace.experts,
+        source,
+        keep=not trace.is_calibration.all(),
+    )
 
 
 def open_trace(

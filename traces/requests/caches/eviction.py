@@ -10,7 +10,7 @@ from eldr_sim.jit import njit
 from eldr_sim.traces.requests.caches import session_lists
 from eldr_sim.traces.requests.caches.arc import AGAIN, ONCE, make_lists, use
 from eldr_sim.traces.requests.caches.reuse import blocks_of
-from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.columns import Requests
 
 _NEVER = np.int64(1) << 60
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from eldr_sim.arrays import Array, Bools, Ints
 from eldr_sim.jit import njit
-from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.columns import Requests
 
 
 class Reuse(NamedTuple):

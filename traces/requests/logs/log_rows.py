@@ -8,16 +8,12 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-
-if TYPE_CHECKING:
-    from eldr_sim.traces.requests.logs.request_logs import RequestLog
-
 
 _TIMESTAMP = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?)(?:\.(\d{1,9}))? ?(Z|[+-]\d\d:?\d\d)?)?"
@@ -76,13 +72,15 @@ def _checked_ns(ns: int) -> int:
 Sessions = dict[str, Any]
 
 
-def read_sessions(path: Path, log: RequestLog) -> Sessions:
+def read_sessions(path: Path, log: Path, n: int, *, in_order: bool, dropped: bool) -> Sessions:
     """Read the sessions of a log from a CSV with ``request``, ``parent`` and ``gap_s``: line
-    numbers of the log from 0 (-1: begins a session), and seconds between their arrivals. Raises
-    InputError."""
-    n, field = len(log.arrival_s), "sessions_file"
-    if not log.in_order:
-        problem = f"lines of {log.path.name} are not in order of arrival, and it numbers lines"
+    numbers of the log from 0 (-1: begins a session), and seconds between their arrivals.
+
+    ``n``: requests of the log, whose lines are ``in_order`` of arrival or not, some ``dropped`` or
+    none. Raises InputError."""
+    field = "sessions_file"
+    if not in_order:
+        problem = f"lines of {log.name} are not in order of arrival, and it numbers lines"
         raise InputError(field, problem, "a log sorted by time")
     file = regular_file(path, field)
     parent, gap_s = np.full(n, -1, np.int32), np.zeros(n)
@@ -99,8 +97,8 @@ def read_sessions(path: Path, log: RequestLog) -> Sessions:
                 problem = f"{path.name} line {rows.line_num} names no request before another"
                 allowed = f"request,parent,gap_s of a log of {n} requests, none dropped"
                 raise InputError(field, problem, allowed) from None
-    if log.n_dropped or not np.isfinite(gap_s).all() or (gap_s < 0).any():
-        raise InputError(field, f"{path.name} does not fit {log.path.name}", "a session file of it")
+    if dropped or not np.isfinite(gap_s).all() or (gap_s < 0).any():
+        raise InputError(field, f"{path.name} does not fit {log.name}", "a session file of it")
     session = np.arange(n)
     for request in np.flatnonzero(parent >= 0).tolist():
         session[request] = session[parent[request]]

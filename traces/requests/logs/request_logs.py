@@ -527,7 +527,11 @@ def known_log(
     log = _known(str(file), str(file.resolve()), columns, stamp, output_len, time_unit)
     if sessions is None:
         return log
-    return replace(log, **read_sessions(Path(sessions), log))
+    found = read_sessions(
+        Path(sessions), log.path, len(log.arrival_s),
+        in_order=log.in_order, dropped=log.n_dropped > 0,
+    )  # fmt: skip
+    return replace(log, **found)
 
 
 @lru_cache(maxsize=2)
