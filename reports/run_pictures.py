@@ -251,7 +251,9 @@ def _over_time(run: _Run, named: bool) -> list[Picture]:
     rate = Series("rate", at, [minute["requests"] / 60.0 for minute in minutes])
     shares = [minute["attainment"] for minute in minutes]  # None without an SLO
     title = f"SLO attainment by minute of arrival{of}"
-    good = [curves(title, axis, "share of requests", [Series("in time", at, shares)])]
+    good = []
+    if None not in shares:
+        good = [curves(title, axis, "share of requests", [Series("in time", at, shares)])]
     arrived = run.requests.groupby(run.requests["arrival_s"] // 60.0)["ttft_ms"]
     ttft = [
         Series(name, [60.0 * x + 30.0 for x in found.index], found.tolist(), colour=colour)
@@ -268,7 +270,7 @@ def _over_time(run: _Run, named: bool) -> list[Picture]:
         curves(f"Arrivals over time{of}", axis, "requests per second", [rate]),
         curves(f"Workers over time{of}", axis, "workers", workers),
         curves(f"TTFT by arrival{of}", axis, "TTFT, ms", ttft),
-        *([] if None in shares else good),
+        *good,
     ]
 
 

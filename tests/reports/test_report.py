@@ -145,6 +145,35 @@ def test_a_page_has_every_figure_that_the_terminal_prints(tmp_path, capsys):
             ]
 
 
+KINDS = {
+    "autoscaled": {"autoscale": "hpa", "topology": "2C"},
+    "by a schedule of load": {"autoscale": "keda", "load": "ladder:9,2,6@20"},
+    "faults": {"fail": ["decode:0@1.5s+1s"], "retry": "never"},
+    "prefill alone": {"topology": "2P", "output_len": 1},
+    "sessions": {"workload": "chat", "sessions": 3, "topology": "2C"},
+    "dense": {"model": "Llama-3.1-8B", "policy": "jsq"},
+    "nothing ends": {"num_requests": 4, "output_len": 1500, "max_model_len": 1600},
+}
+
+
+@pytest.mark.parametrize("judged", [False, True], ids=["no SLO", "SLO"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_run_makes_a_page_with_and_without_an_slo(kind, judged, tmp_path):
+    """Without an SLO the page shows no share of requests that met one."""
+    fields = SHORT | KINDS[kind]
+    if "num_requests" in fields:
+        fields = {n: v for n, v in fields.items() if n not in ("duration", "warmup")}
+    if kind in ("by a schedule of load", "sessions"):
+        fields = {n: v for n, v in fields.items() if n not in ("request_rate", "duration")}
+    if judged:
+        fields |= {"goodput": {"ttft": 500}}
+    result = simulate(make_config(fields))
+    write_result(result, tmp_path / "run")
+    page = Page(report([tmp_path / "run"]))
+    shown = [row[0].text for table in page.tables().values() for row in table[1:] if row]
+    assert any("SLO attainment" in text for text in shown) == judged
+
+
 def test_runs_stand_side_by_side(pages, report_folders):
     tables = pages["two"].tables()
     head, *rows = tables["Decode steps"]
