@@ -75,6 +75,12 @@ def _cell(value: object) -> str:
 
 #: What the page begins with, where options do not say it.
 _START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:30",)}
+#: The same of the default model and GPU: half of the requests are within the service level, and one
+#: decode worker more or less decides.
+_LOADED = {"topology": "2P3D", "request_rate": "44", "goodput": ("ttft:300,tpot:25",)}
+#: Options that make another question of it.
+_OTHERS = ("model", "gpu", "workload", "engine", "topology", "tensor_parallel_size", "input_len",
+           "output_len", "request_rate")  # fmt: skip
 
 
 @click.command(cls=GroupedCommand, short_help="Explore clusters on a page in the browser.")
@@ -110,7 +116,8 @@ def explore(
     from eldr_sim.reports.explorer.processes import PointLimits
     from eldr_sim.reports.explorer.server import explore as serve_page
 
-    for name, value in _START.items():
+    loaded = all(options.get(name) in (None, ()) for name in _OTHERS)
+    for name, value in (_LOADED if loaded else _START).items():
         if options.get(name) in (None, ()) and not (options["config_file"] or options["preset"]):
             options[name] = value
     config = config_from_options(options)

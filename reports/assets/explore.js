@@ -5,6 +5,9 @@
   const texts = ["input_len", "output_len", "kv_tier", "goodput", "price_per_gpu_hour", "more"];
   const plain = ["model", "gpu", "engine", "policy", "workload", "tensor_parallel_size", ...texts];
 
+  const rents = JSON.parse(form.dataset.rents);
+  let gpu = "";  // of which the price may be the rent
+
   // The rate's slider is logarithmic: ten of its steps are a factor of two.
   const rateOf = (at) => Number((2 ** (at / 10)).toPrecision(2));
   const read = () => {
@@ -27,6 +30,7 @@
     field("kind").value = c ? "c" : "pd";
     if (pd) { setRange("p", pd[1]); setRange("d", pd[2]); }
     if (c) setRange("d", c[1]);
+    gpu = field("gpu").value;
     exactRate = state.request_rate || start.request_rate;
     field("rate").value = String(Math.round(10 * Math.log2(Number(exactRate) || 1)));
     label();
@@ -41,7 +45,9 @@
     byId("for-p").hidden = together;
     byId("for-d").firstChild.data = together ? "Workers " : "Decode workers ";
     for (const name of ["p", "d"]) field(name).parentElement.querySelector("output").value = field(name).value;
-    field("rate").parentElement.querySelector("output").value = exactRate ?? rateOf(Number(field("rate").value));
+    const rate = exactRate ?? rateOf(Number(field("rate").value));
+    field("rate").parentElement.querySelector("output").value = rate;
+    field("rate").setAttribute("aria-valuetext", `${rate} requests a second`);
   };
 
   // What the page shows is in its address: a link gives the same page, its pins too.
@@ -88,12 +94,12 @@
     const mine = current = new AbortController(), fresh = { point: null, curve: [], plane: [], pictures: [] };
     label(); keep();
     say("Simulating … (the first run of a model draws its routing, which takes a minute)");
-    for (const old of document.querySelectorAll(".plot, #figures, #command")) old.classList.add("waiting");
+    for (const old of document.querySelectorAll(".plot, #figures, #command, #answer, #limits, #band")) old.classList.add("waiting");
     const take = (found) => {
       if (mine !== current) return;
       if (found.error && found.kind !== "plane" && found.kind !== "curve") { say(found.error, true); return; }
       if (found.kind === "command") fill("command", found.command);
-      else if (found.kind === "point") { fresh.point = found; shown = fresh; tiles(found); say("Drawing the curve …"); }
+      else if (found.kind === "point") { fresh.point = found; shown = fresh; verdict(found); tiles(found); say("Drawing the curve …"); }
       else if (found.kind === "pictures") { fresh.pictures = found.pictures; notes(found); }
       else if (found.kind === "end") say("");
       else if (!found.error) fresh[found.kind].push(found);
@@ -111,9 +117,19 @@
   };
 
   const made = (kind, ...inside) => { const of = document.createElement(kind); of.append(...inside); return of; };
+  // The answer in a sentence: who is served in time, or how fast where nothing bounds it.
+  const verdict = (p) => {
+    const cost = p.cost_per_million_output_tokens ? `, $${p.cost_per_million_output_tokens.toPrecision(3)} a million output tokens` : "";
+    const share = p.slo_attainment === null ? "" : `${(100 * p.slo_attainment).toFixed(0)}% of requests are within the service level`;
+    const speed = p.p50_tpot_ms === null ? "" : `median TTFT ${p.p50_ttft_ms.toPrecision(3)} ms, TPOT ${p.p50_tpot_ms.toPrecision(3)} ms`;
+    byId("answer").classList.remove("waiting");
+    byId("answer").textContent = `${p.gpus} GPUs at ${p.rate} requests/s: ${[share, speed].filter(Boolean).join("; ")}${cost}.`;
+  };
   const tiles = (p) => fill("figures", ...p.headline.map(([name, value]) => made("div", made("b", value), made("span", name))));
   const notes = (found) => {
+    for (const name of ["limits", "band"]) byId(name).classList.remove("waiting");
     byId("limits").textContent = found.limits ? `What limits it: ${found.limits.bottleneck}: ${found.limits.because}.` : "";
+    byId("band").textContent = found.band ?? "";
     const warned = (found.warnings ?? []).map((text) => `Warning: ${text}. `).join("");
     fill("parts", ...(found.parts ?? []).map(([title, rows]) => made("table", made("caption", title),
       made("tbody", ...rows.map(([name, value]) => { const of = made("th", name); of.scope = "row";
@@ -140,6 +156,7 @@
       xaxis: { ...axis, ...more.xaxis, title: { text: x, standoff: 4 } }, yaxis: { ...axis, ...more.yaxis, title: { text: y } } };
     const box = byId(id);
     box.classList.remove("waiting");
+    box.setAttribute("aria-label", `${title}: ${y} by ${x}`);
     Plotly.react(box, painted(data), painted(layout), { responsive: true, displayModeBar: false });
   };
   const sorted = (curve) => [...curve].sort((a, b) => a.rate - b.rate);
@@ -197,7 +214,14 @@
     }
   };
 
-  form.addEventListener("input", (event) => { if (event.target.name === "rate") exactRate = null; soon(); });
+  // A price that is a GPU's published rent follows the GPU; one that was typed stays.
+  form.addEventListener("input", (event) => {
+    if (event.target.name === "rate") exactRate = null;
+    const price = field("price_per_gpu_hour"), now = field("gpu").value;
+    if (event.target.name === "gpu" && price.value === (rents[gpu] ?? "")) price.value = rents[now] ?? "";
+    gpu = now;
+    soon();
+  });
   form.addEventListener("submit", (event) => { event.preventDefault(); ask(); });
   const copied = async (button, text) => {
     try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }

@@ -188,6 +188,7 @@ def _option(flag: str, value: Any) -> list[str]:
 def run_point(values: str, pictures: bool) -> dict[str, Any]:
     """Run a configuration, as JSON, in a process of the explorer; return figures, with ``pictures``
     what limits it, warnings and pictures, or ``error``, one line."""
+    from eldr_sim.simulator.outcome.error_band import one_line
     from eldr_sim.simulator.outcome.metrics import warnings_of
     from eldr_sim.simulator.run import simulate
 
@@ -208,6 +209,8 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
             (part.title, [_shown(row) for row in part.rows]) for part in parts_of(summary)
         ]
         found |= {"limits": summary.get("limits"), "warnings": warnings_of(summary)}
+        if band := summary.get("error_band"):
+            found["band"] = one_line(band)
         found["pictures"] = _pictures(result)
     return found
 

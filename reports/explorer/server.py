@@ -14,7 +14,7 @@ from typing import Any, get_args
 from eldr_sim import __version__
 from eldr_sim.errors import InputError, needed
 from eldr_sim.guard import Guard, middleware, shown_url
-from eldr_sim.kernel_profiles.gpus import list_gpus
+from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane
@@ -112,6 +112,7 @@ class Explorer:
         return environment.get_template("explore.html").render(
             version=__version__,
             start=self._start,
+            rents=_rents(),
             read_only=self._read_only,
             choices={k: list(dict.fromkeys([*v, self._start[k]])) for k, v in known.items()},
         )
@@ -241,7 +242,16 @@ def _state_of(base: RunConfig) -> dict[str, str]:
         values["request_rate"] = f"{base.requests.request_rate:g}"
     values["kv_tier"] = " ".join(base.kv.kv_tier)
     values["goodput"] = ",".join(f"{key}:{bound:g}" for key, bound in level.items())
-    return {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
+    state = {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
+    if not state["price_per_gpu_hour"]:
+        state["price_per_gpu_hour"] = _rents().get(state["gpu"], "")
+    return state
+
+
+def _rents() -> dict[str, str]:
+    """Return the middle of each GPU's published rents, $ a GPU-hour."""
+    rents = {name: load_gpu(name).rent_usd for name in list_gpus()}
+    return {name: f"{sum(rent) / 2:.3g}" for name, rent in rents.items() if rent is not None}
 
 
 def explore(

@@ -93,7 +93,7 @@ def test_a_dragged_slider_a_link_and_pins(browser, url):
     assert "--topology 1P4D" in command
     assert shown(browser) != before
     summary = simulate(from_command(command)).summary
-    assert float(shown(browser)["TPOT p50, ms"]) == pytest.approx(summary["median_tpot_ms"], 5e-3)
+    assert float(shown(browser)["Median TPOT (ms)"]) == pytest.approx(summary["median_tpot_ms"], 5e-3)
     name, rates, values = curve(browser, "tpot")[0]
     assert (name, len(rates)) == ("p50", 8)
     assert values[rates.index(20)] == pytest.approx(summary["median_tpot_ms"])
@@ -161,3 +161,43 @@ def test_nothing_leaves_the_machine_and_nothing_fails(browser, url):
     assert urls
     assert all(one.startswith((url, "data:", "blob:", "about:")) for one in urls)
     assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+@pytest.mark.parametrize("width", [1400, 780, 390])
+def test_three_widths(browser, url, width, tmp_path):
+    """The answer and its cause are on the first screen; on a phone before the controls."""
+    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get("about:blank")
+    browser.get(url)
+    settle(browser)
+    top = "return document.getElementById(arguments[0]).getBoundingClientRect().top"
+    places = {name: browser.execute_script(top, name) for name in ("answer", "limits", "controls")}
+    assert text(browser, "answer")
+    assert "What limits it" in text(browser, "limits")
+    assert 0 <= places["answer"] < places["limits"] < 850
+    assert (places["answer"] < places["controls"]) == (width < 760)
+    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.execute_script(wide) <= 0
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('input, select, button, .plot')].filter((e) => "
+        "!(e.closest('label') || e.textContent.trim() || e.getAttribute('aria-label'))).length"
+    )
+    assert unnamed == 0
+    picture = tmp_path / f"explorer_{width}.png"
+    browser.save_screenshot(str(picture))
+    assert picture.stat().st_size > 20_000, "an empty page"
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_price_follows_the_gpu_until_it_is_typed(browser, url):
+    browser.get("about:blank")
+    browser.get(url)
+    settle(browser)
+    move(browser, "gpu", "H200")
+    settle(browser)
+    assert "--price-per-gpu-hour" in text(browser, "command")
+    move(browser, "price_per_gpu_hour", "9")
+    move(browser, "gpu", "H100")
+    settle(browser)
+    assert "--price-per-gpu-hour 9" in text(browser, "command")
