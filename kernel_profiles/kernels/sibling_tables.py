@@ -22,7 +22,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, weakest
+from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, has_projections, weakest
 from eldr_sim.kernel_profiles.tables.library import find_table
 
 FIT_ERROR: dict[str, float] = {
@@ -135,7 +135,7 @@ def _attention_s(table: LatencyTable, of: GPU, model: ModelDims) -> Floats:
         seconds = step.time_s(batches, lengths)[row, at]
     else:
         seconds = batch * prompt.share_s[length.astype(np.intp)]
-    if "kv_lora_rank" in shape:
+    if has_projections(shape):
         tokens = batch if decode else batch * length
         for n, k in [*model.attention_linears(), *model.index_linears]:
             seconds = seconds + roofline.gemm_s(of, n, k, tokens, model.linear_dtype)

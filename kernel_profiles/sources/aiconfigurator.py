@@ -46,6 +46,7 @@ _COMPRESSED = (("csa", 4), ("hca", 128))
 #: The package's folder and name of each kind of linear attention.
 _LINEAR = {"gdn": ("linear_attention", "gdn"), "kda": ("kda", "kda")}
 _BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX PRO 6000")
+_MSA_HIDDEN = 6144  # of MiniMax-M3, the one model with MSA rows
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _SMALLEST, _LAUNCH_MS = 128, 0.01
@@ -246,7 +247,7 @@ def attention_tables(
     if model.compressed_layers:
         yield from _compressed_attention_tables(gpu, model, engine, version)
         return
-    if model.index_topk:
+    if model.index_topk and mla:
         yield from _sparse_attention_tables(gpu, model, engine, version)
         return
     if mla and (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
@@ -255,6 +256,9 @@ def attention_tables(
         name = f"mla_{name}_module" if mla else f"{name}_attention"
         part = "mla" if mla else "attention"
         for _, _, shape in attention_shapes(model, model.kv_cache_dtype):
+            if "index_topk" in shape:
+                yield from _block_sparse_tables(gpu, model, kind, axis, shape, engine, version)
+                continue
             wanted: dict[str, Any] = {"num_heads": model.n_heads}
             wanted |= {"kv_cache_dtype": model.kv_cache_dtype}
             if mla:
@@ -302,6 +306,33 @@ def _sparse_attention_tables(
             rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
         if not rows.empty:
             yield _attention_table(kind, axis, file, rows, shape, model.linear_dtype)
+
+
+def _block_sparse_tables(
+    gpu: str,
+    model: ModelDims,
+    kind: Kind,
+    axis: str,
+    shape: dict[str, int],
+    engine: str,
+    version: str,
+) -> Iterator[LatencyTable]:
+    """Decode or prefill of whole modules of MiniMax-M3's sparse attention (MSA), projections and
+    indexer included. None of TensorRT-LLM, whose rows attend to the whole context (130 times vLLM's
+    time at batch 128 and 16,384 tokens on H200)."""
+    if model.hidden_size != _MSA_HIDDEN or engine == "trtllm":
+        return
+    phase = "generation" if kind == "attention_decode" else "context"
+    found = first_rows(
+        gpu, "msa", engine, f"msa_{phase}_module_perf.parquet", version,
+        num_heads=model.n_heads, kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
+    )  # fmt: skip
+    if found is None:
+        return
+    file, rows = found
+    rows = rows[rows.step == 0] if kind == "attention_prefill" else rows
+    if not rows.empty:
+        yield _attention_table(kind, axis, file, rows, shape, model.linear_dtype)
 
 
 def _compressed_attention_tables(

@@ -156,7 +156,7 @@ class Parts:
         self.missing: list[str] = []  #: parts without a table
         self.moe = self._moe()
         self.engine_step = self._engine_step()
-        if self.engine_step is None or self.model.attention == "mla":
+        if self.engine_step is None or self.model.attention == "mla" or self.model.index_topk:
             self.gemms = {dtype: self._gemm(dtype) for dtype in self._dtypes()}
         #: Layers of linear attention with their decode and prefill; None where there are none.
         self.states: tuple[int, DecodeAttention, PrefillAttention] | None = None
@@ -345,7 +345,7 @@ class Parts:
                     f"; {more} more kernels of {1e6 * each:.2f} us: {_SMALL_KERNELS['source']}"
                 )
             said = format.provenance_of("derived", origin)
-            if self.model.qk_norm != "none":
+            if self.model.qk_norm != "none" and more:
                 # Fused into the rotary kernel; by AISimulate 0.13's own estimate on H100.
                 said["band_us_per_layer"] = [8.0 + 1e6 * (more - 2) * each, 35.0]
             self.provenance["norms"] = said
@@ -353,11 +353,13 @@ class Parts:
 
     @property
     def _more_kernels(self) -> int:
-        """Small kernels of a layer beside those that `NORMS_S` stands for; MLA's are its module's.
+        """Small kernels of a layer beside those that `NORMS_S` stands for; those of MLA and MSA
+        are in the tables of their modules.
         Queries and keys have a norm each (vllm-project/vllm pull requests 38621 and 49744 time and
         count the chain)."""
         model = self.model
-        if model.attention == "mla":
+        measured = model.index_topk and "attention" not in self.missing
+        if model.attention == "mla" or measured:
             return 0
         return max(_small_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
 
@@ -453,10 +455,10 @@ class Parts:
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
         model, found = self.model, []
-        dtype = model.linear_dtype if model.attention == "mla" else None
         for sliding, layers, shape in format.attention_shapes(model):
             chooses = model.attention == "mla" or "index_topk" in shape
             kind = model if chooses else _attending_to_all(model)
+            dtype = model.linear_dtype if format.has_projections(shape) else None
             decode, prefill = self._measured("attention", shape, max_tokens, dtype) or (
                 roofline.decode_attention(self.gpu, kind, sliding),
                 roofline.prefill_attention(self.gpu, kind, sliding, max_tokens),
@@ -491,7 +493,7 @@ class Parts:
             return None
         self._record(part, decode)
         self._record(part, prefill)
-        if "kv_lora_rank" in shape:
+        if format.has_projections(shape):
             decode, prefill = self._without_linears(decode), self._without_linears(prefill)
         fitted = DecodeAttention.from_table(decode)
         return fitted, PrefillAttention.from_table(prefill, max_tokens, fitted.token_s)
@@ -514,7 +516,7 @@ class Parts:
         return found
 
     def _without_linears(self, table: format.LatencyTable) -> format.LatencyTable:
-        """Rows of a whole MLA module less its projections, shared by a step's tokens: alone,
+        """Rows of a whole module (MLA, MSA) less its projections, shared by a step's tokens: alone,
         decodes or prompts take what was measured, a tenth of it at least attention."""
         columns = table.columns
         tokens = columns["batch"].astype(np.float64)

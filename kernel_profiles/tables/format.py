@@ -382,6 +382,12 @@ def attention_shapes(
     return found
 
 
+def has_projections(shape: Mapping[str, int]) -> bool:
+    """Whether tables of such attention time whole modules, projections included: of MLA, and of
+    MiniMax-M3's sparse attention."""
+    return "kv_lora_rank" in shape or "index_topk" in shape
+
+
 def elementwise_shape(part: ModelDims) -> dict[str, int]:
     """Shape of one layer's norms, rotary embedding and KV writes as it identifies a table."""
     names = ("hidden_size", "n_heads", "n_kv_heads", "head_dim")

@@ -12,6 +12,8 @@ from eldr_sim.kernel_profiles.kernels.flops import prefill_flops
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import attention_tables
+from eldr_sim.kernel_profiles.steps.parts import Parts
+from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
 
 #: A small GLM-5.
 CONFIG = {
@@ -118,3 +120,30 @@ def test_rows_of_compressed_attention_are_the_mean_of_both_kinds_of_layers():
     mean = (30 * 0.1415 + 31 * 0.109) / 61 + 0.0229 + 0.0106
     assert decode.columns["latency_s"][row] == pytest.approx([mean / 1e3], rel=0.01)
     assert prefill.metadata.shape["compression"] == 4
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200", "B300", "GB200", "GB300"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_block_sparse_attention_is_priced_by_its_own_modules(gpu, engine):
+    """MiniMax-M3's 57 sparse layers by rows of MSA, not of GLM-5's modules of the same width."""
+    for size in (4, 8, 16):
+        if engine == "sglang" and size == 16:
+            continue  # no rows of 4 heads
+        parts = Parts(
+            load_model("MiniMax-M3"), load_gpu(gpu), Parallelism(size), (), 4096,
+            engine=Engine(engine),
+        )  # fmt: skip
+        (layers, decode, _), *_ = parts.attention
+        assert layers == 57
+        about = [
+            one.metadata
+            for one in shipped_tables()
+            if one.gpu == gpu and '"index_topk": 2048' in one.shape
+        ]
+        assert all("/msa/" in one.origin for one in about)
+        assert not any(one.framework.startswith("trtllm") for one in about)
+        # Of a batch that reads 2,048 of 16,384 tokens time grows with the index keys alone.
+        few, many = (
+            decode.time_s(np.array([64.0]), np.array([n]))[0, 0] for n in (2048.0, 16384.0)
+        )
+        assert few < many < 8 * few
