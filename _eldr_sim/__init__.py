@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from eldr_sim.cli.api import Simulation, compare, plan, run, what_if
+    from eldr_sim.cli.api import Simulation, run
+    from eldr_sim.cli.api_many import compare, plan, what_if
     from eldr_sim.planning.runs.sweep import sweep
     from eldr_sim.reports.page import write_report
     from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -26,7 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    **dict.fromkeys(("Simulation", "compare", "plan", "run", "what_if"), "eldr_sim.cli.api"),
+    **dict.fromkeys(("Simulation", "run"), "eldr_sim.cli.api"),
+    **dict.fromkeys(("compare", "plan", "what_if"), "eldr_sim.cli.api_many"),
     "RunConfig": "eldr_sim.simulator.setup.config.run_config",
     "sweep": "eldr_sim.planning.runs.sweep",
     "write_report": "eldr_sim.reports.page",

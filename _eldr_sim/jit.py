@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property, update_wrapper
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,11 +23,13 @@ from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult
-from numba.extending import intrinsic
+from numba.core.runtime.nrt import rtsys
+from numba.cpython import hashing  # noqa: F401  its constants are symbols of compiled code
+from numba.extending import intrinsic, typeof_impl
 from numba.np import linalg as blas
 
 import eldr_sim
-from eldr_sim import shipped
+from eldr_sim import numba_memo, shipped
 from eldr_sim.cache import NUMBA, closed_to_others, distrusted_files, stamp, warn, writable_folder
 
 _make_result: Any = CompileResult  # by names that its type does not know
@@ -155,6 +157,15 @@ class _Cache(FunctionCache):
 
     _impl_class = _Results
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return a function from the cache, None where it has not got it.
+
+        numba first looks for the types and operators of all its modules, which only compiling
+        needs: here the memory of arrays and the addresses of its helpers are made ready."""
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
+
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a function; after a warning, the work goes on where that fails."""
         try:
@@ -181,6 +192,7 @@ def _skip_blas() -> None:
 
 
 _skip_blas()
+numba_memo.install()
 shipped.use_level()  # before the first function: that makes numba's code generator
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
@@ -196,13 +208,48 @@ def njit(
         kind = RestrictedCompiler if restrict else InlinedCompiler
         options |= only_code | {"pipeline_class": kind}
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        if _config.CACHE_DIR or _place():
-            dispatcher._cache = (InlinedCache if inlined else _Cache)(function)
-        return dispatcher
+    def decorate(function: Callable[..., Any]) -> Compiled:
+        return Compiled(function, InlinedCache if inlined else _Cache, options)
 
     return decorate
+
+
+class Compiled:
+    """A function that numba compiles. Its dispatcher, which is slow to make, is made when the
+    function is called or compiled: a run needs few of some four hundred."""
+
+    def __init__(
+        self, function: Callable[..., Any], cache: type[_Cache], options: dict[str, Any]
+    ) -> None:
+        update_wrapper(self, function)
+        self.py_func, self._kept_in, self._options = function, cache, options
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's function."""
+        dispatcher = numba.njit(**self._options)(self.py_func)
+        if _config.CACHE_DIR or _place():
+            dispatcher._cache = self._kept_in(self.py_func)
+        return dispatcher
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function, compiled."""
+        return self.dispatcher(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of numba's function."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dispatcher, name)
+
+    def __reduce__(self) -> str:
+        """Pickle by name, as functions are."""
+        return self.__qualname__  # type: ignore[no-any-return]
+
+
+@typeof_impl.register(Compiled)
+def _typeof(function: Compiled, _context: Any) -> Any:
+    return function.dispatcher._numba_type_
 
 
 def is_cold() -> bool:

@@ -1,4 +1,5 @@
-"""The commands as Python functions: ``import eldr_sim as es``.
+"""Commands as Python functions: ``import eldr_sim as es``; here those of one run, in
+`eldr_sim.cli.api_many` those of many.
 
 A function takes the options of its command in each of their spellings, with underscores for
 hyphens, and with Python's values: numbers, lists for what commas separate, mappings for
@@ -22,22 +23,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
-from eldr_sim.cli import compare as compare_command
-from eldr_sim.cli import plan as plan_command
 from eldr_sim.cli import run as run_command
-from eldr_sim.cli.console import is_watched, progress_bar, run_counter
+from eldr_sim.cli.console import is_watched, progress_bar
 from eldr_sim.cli.foreign import instead_of
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
-from eldr_sim.planning.compare import policies as policies_compared
-from eldr_sim.planning.compare import what_if as what_if_asked
-from eldr_sim.planning.search import answer
-from eldr_sim.reports.figures import pick, pictures_of, plotly_figure
-from eldr_sim.reports.page import write_report
 from eldr_sim.simulator import run as simulator_run
 from eldr_sim.simulator import simulation
-from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.spellings import spellings
@@ -53,7 +46,7 @@ _OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "hel
            "settings", "help_all"}  # fmt: skip
 
 
-class _Told:
+class Told:
     """What every result can do besides: pictures, and a page."""
 
     _name = ""
@@ -78,6 +71,8 @@ class _Told:
     @property
     def pictures(self) -> list[str]:
         """Titles that `plot` knows."""
+        from eldr_sim.reports.figures import pictures_of
+
         with self._folder() as folder:
             return [picture.title for picture in pictures_of(folder, self._name)]
 
@@ -86,16 +81,20 @@ class _Told:
 
         ``title`` is a part of one of `pictures`; the first one without it.
         """
+        from eldr_sim.reports.figures import pick, pictures_of, plotly_figure
+
         with self._folder() as folder:
             return plotly_figure(pick(pictures_of(folder, self._name), title))
 
     def report(self, out: AnyPath, *, force: bool = False) -> None:
         """Write the page that ``eldr-sim report`` makes of this result."""
+        from eldr_sim.reports.page import write_report
+
         with self._folder() as folder:
             write_report([folder], out, force=force)
 
 
-class Run(_Told, simulator_run.Result):
+class Run(Told, simulator_run.Result):
     """A run: ``summary`` (the fields of ``vllm bench serve``), and tables of what happened."""
 
     @property
@@ -114,55 +113,12 @@ class Run(_Told, simulator_run.Result):
 
     def write(self, out: AnyPath, *, force: bool = False) -> None:
         """Write ``summary.json``, ``requests.parquet``, ``steps.parquet``, ``config.json``."""
+        from eldr_sim.simulator.results import write_result
+
         write_result(self, out, force=force)
 
 
-class Comparison(_Told, policies_compared.Comparison):
-    """Policies under the same seeds, and their paired differences."""
-
-    write = policies_compared.Comparison.write
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A row a policy and seed."""
-        return self.runs.to_pandas()  # type: ignore[no-any-return]
-
-    @property
-    def differences_frame(self) -> pd.DataFrame:
-        """A row a policy, reference and metric: percent, with its 95% interval."""
-        import pandas as pd
-
-        columns = ("name", "reference", "metric", "percent", "low", "high")
-        rows = [{name: getattr(d, name) for name in columns} for d in self.differences]
-        return pd.DataFrame(rows, columns=list(columns))
-
-
-class Plan(_Told, answer.Answer):
-    """The answer of a plan: its ``best`` row, notes, and all runs."""
-
-    write = answer.Answer.write
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A row a cluster that was simulated."""
-        import pandas as pd
-
-        return pd.json_normalize(self.record()["clusters"])
-
-
-class WhatIf(what_if_asked.WhatIf):
-    """The effects of changes to a base run."""
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A row a change and metric: percent, with its 95% interval."""
-        import pandas as pd
-
-        rows = [{"change": c["name"]} | e for c in self.record()["changes"] for e in c["effects"]]
-        return pd.DataFrame(rows)
-
-
-def _like(command: click.Command) -> Callable[[F], F]:
+def like(command: click.Command) -> Callable[[F], F]:
     """Give a function the signature of a command: its options, and ``progress``."""
 
     def decorate(function: F) -> F:
@@ -182,7 +138,7 @@ def _like(command: click.Command) -> Callable[[F], F]:
     return decorate
 
 
-def _options(
+def options_of(
     command: click.Command, config: Config | None, given: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the options of a command by their names in its code; raises InputError."""
@@ -239,7 +195,7 @@ def _text(param: click.Parameter, value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _shown(bar: Any, progress: bool | None) -> Any:
+def shown(bar: Any, progress: bool | None) -> Any:
     """Return a way to show progress: ``bar``, or one that shows nothing."""
 
     @contextmanager
@@ -249,7 +205,7 @@ def _shown(bar: Any, progress: bool | None) -> Any:
     return bar if (is_watched() if progress is None else progress) else nothing
 
 
-@_like(run_command.run)
+@like(run_command.run)
 def run(
     config: Config | None = None,
     *,
@@ -273,80 +229,12 @@ def run(
     >>> result.summary["median_tpot_ms"], result.frame.tpot_ms.quantile(0.99)
     >>> result.plot("TPOT")
     """
-    made = config_from_options(_options(run_command.run, config, options))
-    with _shown(progress_bar, progress)(
+    made = config_from_options(options_of(run_command.run, config, options))
+    with shown(progress_bar, progress)(
         f"{made.policies.policy} on {made.cluster.topology}"
     ) as update:
         ran = simulator_run.simulate(made, update, backend=backend, workers=workers)
         return Run._of(ran)
-
-
-@_like(compare_command.compare)
-def compare(
-    config: Config | None = None, *, progress: bool | None = None, **options: Any
-) -> Comparison | WhatIf:
-    """Run policies over the same requests, paired over seeds, as ``eldr-sim compare`` does.
-
-    Parameters and errors are those of `run`, with the command's own: ``policy``, ``seeds``,
-    ``jobs``. Lists of ``topology``, ``model`` or ``gpu``, and ``vary``, compare these values
-    instead: a `WhatIf`.
-
-    Examples
-    --------
-    >>> found = es.compare(policy=["jsq", "eldr"], seeds=3, topology="2P4D", request_rate=20)
-    >>> found.differences_frame.query("metric == 'median_tpot_ms'")
-    >>> found.plot("median TPOT")
-    >>> es.compare(topology=["2C", "1P1D"], seeds=3, request_rate=20)
-    """
-    asked = _options(compare_command.compare, config, options)
-    bar = _shown(progress_bar, progress)
-    if varied := compare_command.varied(asked.pop("axes"), asked):
-        compare_command.check_values(varied, asked)
-        own = ("policies", "seeds", "jobs")
-        values = {name: asked.pop(name) for name in own}
-        rest = {k: v for k, v in asked.items() if k not in compare_command.INSTEAD}
-        found = compare_command.compared_values(varied=varied, progress=bar, **values, **rest)
-        return WhatIf(**vars(found))
-    return Comparison._of(compare_command.compared(progress=bar, **asked))
-
-
-@_like(plan_command.plan)
-def plan(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Plan:
-    """Find the cheapest cluster for an SLO, or what a cluster carries, as ``eldr-sim plan`` does.
-
-    Parameters and errors are those of `run`, with the command's own: ``slo``, ``gpu``, ``policy``,
-    ``max_gpus``, ``gpus``, ``topology``, ``price``, ``attainment``, ``seeds``, ...
-
-    Examples
-    --------
-    >>> found = es.plan(slo={"ttft": 500, "tpot": 25}, request_rate=80, gpu=["h100", "mi300x"])
-    >>> found.best.trial.config.topology, found.frame
-    """
-    asked = _options(plan_command.plan, config, options)
-    return Plan._of(plan_command.planned(progress=_shown(run_counter, progress), **asked))
-
-
-def what_if(
-    config: Config,
-    changes: Sequence[str],
-    *,
-    seeds: int = 5,
-    together: bool = False,
-    jobs: int | None = None,
-    progress: bool | None = None,
-) -> WhatIf:
-    """Change one thing at a time in a run, paired over seeds, as ``eldr-sim what-if`` does.
-
-    Examples
-    --------
-    >>> es.what_if({"topology": "2P4D"}, ["decode.gpu=h200", "policy=eldr"], seeds=3).frame
-    """
-    base = config_from_options(_options(run_command.run, config, {}))
-    with _shown(progress_bar, progress)("what if") as update:
-        how: dict[str, Any] = {"n_seeds": seeds, "together": together, "jobs": jobs}
-        how["progress"] = update
-        found = what_if_asked.what_if(base, changes, **how)
-    return WhatIf(**vars(found))
 
 
 class Simulation(simulation.Simulation):
@@ -380,7 +268,7 @@ class Simulation(simulation.Simulation):
     ) -> None:
         made = config
         if options or not isinstance(made, RunConfig):
-            made = config_from_options(_options(run_command.run, config, options))
+            made = config_from_options(options_of(run_command.run, config, options))
         how: dict[str, Any] = {"prefixes": prefixes, "absent": absent}
         super().__init__(made, arrivals=arrivals, backend=backend, workers=workers, **how)
 

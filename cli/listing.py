@@ -156,11 +156,13 @@ def schema() -> None:
 
     from pydantic import create_model
 
+    from eldr_sim.docstrings import DescribedSchema
     from eldr_sim.policies.choice import DECISION_OF
     from eldr_sim.simulator.setup.config.groups import GROUPS, RUN_FIELDS
 
     # Fields are named without their groups; the model of all of them exists for its schema alone.
-    document = create_model("eldr-sim run", __base__=tuple(GROUPS.values())).model_json_schema()
+    whole_run = create_model("eldr-sim run", __base__=tuple(GROUPS.values()))
+    document = whole_run.model_json_schema(schema_generator=DescribedSchema)
     fields = document["properties"]
     named: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
     named["required"] = ["name"]
@@ -190,6 +192,7 @@ def policies() -> None:
 
     `--policy eldr:tau=0.2,layer_mask=all` gives parameters; a file may say
     `policy: {name: eldr, tau: 0.2}`."""
+    from eldr_sim.docstrings import described_fields
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS
     from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
@@ -199,7 +202,7 @@ def policies() -> None:
         for name in registry.names(decision):
             policy = registry.find(decision, name)
             rows.append([name, _first_line(policy)])
-            for key, field in policy.Parameters.model_fields.items():
+            for key, field in described_fields(policy.Parameters).items():
                 text = (field.description or "").replace("``", "").replace("\n", " ")
                 default = "" if field.default is None else str(field.default)
                 parameters.append([f"{name}:{key}", default, text])

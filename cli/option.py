@@ -78,18 +78,34 @@ TENSOR_PARALLEL_SIZE = "--tensor-parallel-size -tp --tp"
 OWN, OUTPUT = "Options", "Output"
 
 
+#: The help of an option, or what makes it.
+Help = str | Callable[[], str] | None
+
+
 class Option(click.Option):
     """An option with its section of the help. ``common``: whether ``--help`` shows it; `eldr-sim
     options` lists all."""
 
     def __init__(
-        self, *arguments: Any, section: str = OWN, common: bool = True, **named: Any
+        self,
+        *arguments: Any,
+        section: str = OWN,
+        common: bool = True,
+        help: Help = None,
+        **named: Any,
     ) -> None:
+        named["help"] = None if callable(help) else help
         super().__init__(*arguments, **named)
-        self.section, self.common = section, common
+        self.section, self.common, self._help = section, common, help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option and its help, which is made when it is shown."""
+        if callable(self._help):
+            self.help = self._help()
+        return super().get_help_record(ctx)
 
 
-def option(names: str, kind: Any = None, help: str | None = None, **more: Any) -> Decorator:
+def option(names: str, kind: Any = None, help: Help = None, **more: Any) -> Decorator:
     """Return ``click.option``. ``names``: spellings, and the parameter's name where that is
     another; ``kind``: bool for a flag, Path, choices, or a type of click's; ``more``: ``section``
     and ``common`` as of `Option`, and what ``click.option`` takes."""

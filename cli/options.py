@@ -128,9 +128,11 @@ def _field_option(name: str, field: FieldInfo, *, shown: bool) -> Decorator:
     mark, flag = option_of(name, field), name.replace("_", "-")
     about: dict[str, Any] = {"section": TITLES[GROUP_OF[name]], "multiple": mark.repeated}
     about["common"] = mark.common and shown
-    text = described(name, field)
-    if default := default_of(field):
-        text += f"  [default: {default}]"
+
+    def text() -> str:
+        default = default_of(field)
+        return described(name, field) + (f"  [default: {default}]" if default else "")
+
     if is_switch(field):
         return option(f"--{flag}/--no-{flag} {name}", None, text, default=None, **about)
     about |= {"metavar": metavar_of(name, field), "shell_complete": completer_of(name, field)}
@@ -144,11 +146,19 @@ def is_switch(field: FieldInfo) -> bool:
 
 def described(name: str, field: FieldInfo) -> str:
     """Return the description of a field, with the built-in policies where it names one."""
-    text = " ".join((field.description or "").replace("``", "").split())
+    from eldr_sim.docstrings import described_fields  # what it takes is long to import
+
+    described_fields(GROUPS[GROUP_OF[name]])
+    text = plain(field.description)
     if name not in DECISION_OF:
         return text
     own = ", or ./FILE.py:Class" if name == "policy" else ""
     return f"{text} Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}{own}."
+
+
+def plain(description: str | None) -> str:
+    """Return a description as one line of help."""
+    return " ".join((description or "").replace("``", "").split())
 
 
 def default_of(field: FieldInfo) -> str:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import click
 
 from eldr_sim.cli.option import complete
-from eldr_sim.cli.options import TITLES, default_of, described, is_switch, metavar_of
+from eldr_sim.cli.options import TITLES, default_of, described, is_switch, metavar_of, plain
+from eldr_sim.docstrings import described_fields
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.groups import GROUPS
 from eldr_sim.simulator.setup.config.option import option_of
@@ -42,11 +43,11 @@ def entries() -> Iterator[Entry]:
             section = f"{TITLES[group]} ({group})"
             yield Entry(section, ", ".join(flags) + value, text, f"{group}.{name}")
     pools = " and ".join(POOLS)
-    for name, field in Pool.model_fields.items():
+    for name, field in described_fields(Pool).items():
         for pool in POOLS:
             value = "true|false" if is_switch(field) else metavar_of(name, field)
             spelled = f"--set {pool}.{name}={value}"
-            text = " ".join((field.description or "").replace("``", "").split())
+            text = plain(field.description)
             section = f"Overrides of {pools} workers ({GROUP_OF_POOLS})"
             yield Entry(section, spelled, text, f"--{pool}-{name.replace('_', '-')}")
     for word in _COMMANDS:

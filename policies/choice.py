@@ -62,7 +62,7 @@ class Parameters(BaseModel):
     """What a policy may be told; a policy with parameters has a subclass as ``Parameters``."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True, extra="forbid", allow_inf_nan=False
     )
 
 

@@ -313,8 +313,13 @@ def test_functions_compile_where_nothing_can_be_kept(tmp_path):
 
 def test_the_command_warns_in_one_line(tmp_path):
     (tmp_path / "file").touch()
+    code = (
+        "import click; from eldr_sim.cache import writable_folder\n"
+        "from eldr_sim.command import run_command\n"
+        "run_command(click.command()(lambda: writable_folder('numba')))"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "eldr_sim.cli.main", "trace", "list"],
+        [sys.executable, "-c", code],
         env={**os.environ, "ELDR_SIM_CACHE": str(tmp_path / "file" / "cache")},
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from eldr_sim.docstrings import described_fields
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import split
@@ -19,6 +20,7 @@ from eldr_sim.simulator.setup.config.run_config import (
     read_config,
     set_field,
 )
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
 
 def test_defaults_are_those_of_the_paper_run():
@@ -208,7 +210,9 @@ def test_missing_config(tmp_path):
 
 
 def test_every_field_says_what_it_is():
-    assert [name for name, field in RUN_FIELDS.items() if not field.description] == []
+    for kind in [*GROUPS.values(), Pool, SpeculativeConfig]:
+        fields = described_fields(kind)
+        assert [name for name, field in fields.items() if not field.description] == []
 
 
 # -- groups --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.cli.api import _options
+from eldr_sim.cli.api import options_of
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.cli.run import run
 from eldr_sim.errors import EldrSimWarning, InputError
@@ -434,7 +434,7 @@ def test_a_result_brings_no_defaults_of_its_engine(tmp_path):
     read = make_config(read_config(path) | {"gpu": "H200"})
     assert read == make_config(fields | {"gpu": "H200"})
     for config in (make_config(fields), str(path)):
-        values = _options(run, config, {"gpu": "H200"})
+        values = options_of(run, config, {"gpu": "H200"})
         assert config_from_options(values) == read
 
 

@@ -68,9 +68,7 @@ def with_version(values: Any) -> Any:
 class Fields(BaseModel):
     """A group of fields."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 def _path_text(value: Any) -> Any:

@@ -21,9 +21,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class SpeculativeConfig(BaseModel):
     """What drafts tokens, how many, and how many of them are accepted."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["mtp", "eagle", "eagle3", "draft_model", "ngram", "suffix"]
     """``mtp``: the model's own multi-token-prediction layer; ``eagle``, ``eagle3``: a head of one

@@ -1,0 +1,132 @@
+"""The commands of many runs as Python functions: ``es.compare``, ``es.plan``, ``es.what_if``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from eldr_sim.cli import compare as compare_command
+from eldr_sim.cli import plan as plan_command
+from eldr_sim.cli import run as run_command
+from eldr_sim.cli.api import Config, Told, like, options_of, shown
+from eldr_sim.cli.console import progress_bar, run_counter
+from eldr_sim.cli.options import config_from_options
+from eldr_sim.planning.compare import policies as policies_compared
+from eldr_sim.planning.compare import what_if as what_if_asked
+from eldr_sim.planning.search import answer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Comparison(Told, policies_compared.Comparison):
+    """Policies under the same seeds, and their paired differences."""
+
+    write = policies_compared.Comparison.write
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a policy and seed."""
+        return self.runs.to_pandas()  # type: ignore[no-any-return]
+
+    @property
+    def differences_frame(self) -> pd.DataFrame:
+        """A row a policy, reference and metric: percent, with its 95% interval."""
+        import pandas as pd
+
+        columns = ("name", "reference", "metric", "percent", "low", "high")
+        rows = [{name: getattr(d, name) for name in columns} for d in self.differences]
+        return pd.DataFrame(rows, columns=list(columns))
+
+
+class Plan(Told, answer.Answer):
+    """The answer of a plan: its ``best`` row, notes, and all runs."""
+
+    write = answer.Answer.write
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a cluster that was simulated."""
+        import pandas as pd
+
+        return pd.json_normalize(self.record()["clusters"])
+
+
+class WhatIf(what_if_asked.WhatIf):
+    """The effects of changes to a base run."""
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a change and metric: percent, with its 95% interval."""
+        import pandas as pd
+
+        rows = [{"change": c["name"]} | e for c in self.record()["changes"] for e in c["effects"]]
+        return pd.DataFrame(rows)
+
+
+@like(compare_command.compare)
+def compare(
+    config: Config | None = None, *, progress: bool | None = None, **options: Any
+) -> Comparison | WhatIf:
+    """Run policies over the same requests, paired over seeds, as ``eldr-sim compare`` does.
+
+    Parameters and errors are those of `run`, with the command's own: ``policy``, ``seeds``,
+    ``jobs``. Lists of ``topology``, ``model`` or ``gpu``, and ``vary``, compare these values
+    instead: a `WhatIf`.
+
+    Examples
+    --------
+    >>> found = es.compare(policy=["jsq", "eldr"], seeds=3, topology="2P4D", request_rate=20)
+    >>> found.differences_frame.query("metric == 'median_tpot_ms'")
+    >>> found.plot("median TPOT")
+    >>> es.compare(topology=["2C", "1P1D"], seeds=3, request_rate=20)
+    """
+    asked = options_of(compare_command.compare, config, options)
+    bar = shown(progress_bar, progress)
+    if varied := compare_command.varied(asked.pop("axes"), asked):
+        compare_command.check_values(varied, asked)
+        own = ("policies", "seeds", "jobs")
+        values = {name: asked.pop(name) for name in own}
+        rest = {k: v for k, v in asked.items() if k not in compare_command.INSTEAD}
+        found = compare_command.compared_values(varied=varied, progress=bar, **values, **rest)
+        return WhatIf(**vars(found))
+    return Comparison._of(compare_command.compared(progress=bar, **asked))
+
+
+@like(plan_command.plan)
+def plan(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Plan:
+    """Find the cheapest cluster for an SLO, or what a cluster carries, as ``eldr-sim plan`` does.
+
+    Parameters and errors are those of `run`, with the command's own: ``slo``, ``gpu``, ``policy``,
+    ``max_gpus``, ``gpus``, ``topology``, ``price``, ``attainment``, ``seeds``, ...
+
+    Examples
+    --------
+    >>> found = es.plan(slo={"ttft": 500, "tpot": 25}, request_rate=80, gpu=["h100", "mi300x"])
+    >>> found.best.trial.config.topology, found.frame
+    """
+    asked = options_of(plan_command.plan, config, options)
+    return Plan._of(plan_command.planned(progress=shown(run_counter, progress), **asked))
+
+
+def what_if(
+    config: Config,
+    changes: Sequence[str],
+    *,
+    seeds: int = 5,
+    together: bool = False,
+    jobs: int | None = None,
+    progress: bool | None = None,
+) -> WhatIf:
+    """Change one thing at a time in a run, paired over seeds, as ``eldr-sim what-if`` does.
+
+    Examples
+    --------
+    >>> es.what_if({"topology": "2P4D"}, ["decode.gpu=h200", "policy=eldr"], seeds=3).frame
+    """
+    base = config_from_options(options_of(run_command.run, config, {}))
+    with shown(progress_bar, progress)("what if") as update:
+        how: dict[str, Any] = {"n_seeds": seeds, "together": together, "jobs": jobs}
+        how["progress"] = update
+        found = what_if_asked.what_if(base, changes, **how)
+    return WhatIf(**vars(found))
