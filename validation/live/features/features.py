@@ -23,7 +23,7 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import draft_counters, request_times
 from eldr_sim.simulator.outcome.summary import run_figures
 from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.arrivals import draw_arrivals
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
@@ -261,8 +261,7 @@ class Replay(NamedTuple):
     """The simulation of a load that engines have served."""
 
     record: RunRecord
-    config: RunConfig
-    n_moe_layers: int
+    figures: dict[str, Any]  #: those of `outcome.metrics`
     #: ``ttft``, ``tpot`` and ``e2el`` as a client sees them, s, by request of the load; and the
     #: rows of the record, whose times are the wall's since the first request, that these are.
     times: dict[str, Floats]
@@ -274,8 +273,7 @@ def simulate_sent(sent: Sent, fields: Mapping[str, Any], **about: Any) -> tuple[
     again = replay(sent, fields, **about)
     if not again.record.completed.all():
         raise InputError("features", "the simulation does not complete all requests")
-    counted = run_figures(again.record, again.config, again.n_moe_layers)
-    return figures(again.times), counted | draft_counters(again.record)
+    return figures(again.times), again.figures | draft_counters(again.record)
 
 
 def replay(
@@ -319,7 +317,8 @@ def replay(
     found = {name: times[name][rows] for name in ("ttft", "tpot", "e2el")}
     found["ttft"] += ingress + info.egress_s
     found["e2el"] += ingress + info.egress_s
-    return Replay(record, config, prepared.model.n_moe_layers, found, rows)
+    counted = run_figures(record, config, prepared.model.n_moe_layers)
+    return Replay(record, counted, found, rows)
 
 
 def _workload(

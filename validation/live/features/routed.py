@@ -21,7 +21,6 @@ from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Row
 from eldr_sim.simulator.outcome.fault_metrics import time_to_recover
-from eldr_sim.simulator.outcome.summary import run_figures
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.engines.load import Load
 from eldr_sim.validation.live.engines.servers import EngineProcess
@@ -175,7 +174,7 @@ def _simulated(
         own = Moments(*(at - first for at in moments))
         counted = _consequences(ends, whole, times, resent, own)
     if fields.get("enable_prefix_caching"):
-        summary = run_figures(again.record, again.config, again.n_moe_layers)
+        summary = again.figures
         counted["prompt tokens cached"] = float(summary["prefix_cache_hits"])
     return Outcome(figures(times), counted)
 
