@@ -387,7 +387,7 @@ from pathlib import Path
 from eldr_sim.policies.eldr.artifact import cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions
 from eldr_sim.traces.requests.texts import wanted_domains
-from eldr_sim.traces.routing.bitsets import bit_sets
+from eldr_sim.traces.routing.format import bit_sets
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.synthetic import drawn
 

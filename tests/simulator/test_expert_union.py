@@ -15,8 +15,7 @@ from eldr_sim.simulator.plane.steps.expert_union import (
     union_rows,
 )
 from eldr_sim.simulator.setup.replay import prompt_rows, rank_masks
-from eldr_sim.traces.routing.bitsets import bit_sets
-from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.format import bit_sets, open_trace
 
 from .expert_sets import TraceSets, expert_set, prompt_token_experts
 

@@ -324,7 +324,7 @@ def test_a_process_that_fails_is_named_and_ctrl_c_comes_through():
         sim.env.run()
 
 
-PAGE = (ROOT / "docs" / "simulation.md").read_text()
+PAGE = (ROOT / "docs" / "python.md").read_text()
 
 
 CODES = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "Simulation(" in code]

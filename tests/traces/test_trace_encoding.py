@@ -17,9 +17,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay
 from eldr_sim.traces.prompts import PromptSignatures
-from eldr_sim.traces.routing.bitsets import bit_sets, pack_bits
+from eldr_sim.traces.routing.bitsets import pack_bits
 from eldr_sim.traces.routing.calibration import calibration_set
-from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.format import bit_sets, open_trace
 from eldr_sim.traces.routing.manifest import FILE_NAMES, load_ids, save_ids
 from eldr_sim.traces.routing.writer import write_trace
 
