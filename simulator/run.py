@@ -313,7 +313,9 @@ def make_inputs(
             )
             pools.append(pool._replace(engine=engine))
         spec = replace(spec, pools=tuple(pools))
-    relocations = placing.relocations_of(config.experts, prepared, movable)
+    relocations = placing.relocations_of(
+        config.experts, config.policies.replica_choice, prepared, movable
+    )
     share = partial(sharing, config.cluster, config.steps, config.policies.replica_choice, model)
     elastic = placing.elastic_groups(prepared, seed, config.scaling, share, artifact, calibration)
     most = [each.most_instances() for each in elastic]

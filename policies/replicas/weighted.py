@@ -64,8 +64,8 @@ def rank_weights(placement: Placement) -> Floats:
     if placement.load is None:
         raise InputError(
             "replica_choice",
-            "instances are weighed by the load of their ranks, which this placement does not tell",
-            "--expert-placement grace or eplb",
+            "it weighs instances by the load of their ranks, and this placement has no load",
+            "--expert-placement grace or eplb, or a policy whose placements have a load",
         )
     mean = placement.load.mean(axis=1, keepdims=True)
     return np.asarray(1.0 / np.maximum(placement.load, np.where(mean > 0, 1e-6 * mean, 1.0)))

@@ -9,7 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
-from eldr_sim.policies.registry import placement_policy
+from eldr_sim.policies.registry import needs, placement_policy
 from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec, PoolSpec
@@ -193,7 +193,10 @@ def _whole_nodes(width: int, engine_gpus: int, node: int) -> int:
 
 
 def relocations_of(
-    experts: ExpertsConfig, prepared: PreparedRun, movable: list[relocation.MovableGroup]
+    experts: ExpertsConfig,
+    replica_choice: str,
+    prepared: PreparedRun,
+    movable: list[relocation.MovableGroup],
 ) -> relocation.Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
     if experts.eplb_interval is None:
@@ -214,6 +217,7 @@ def relocations_of(
         experts.eplb_overhead_ms / 1e3,
     )
     spec, model = prepared.spec, prepared.model
+    weighs = needs("replica_choice", replica_choice).rank_loads
     return relocation.Relocations(
-        rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts
+        rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts, weighs
     )

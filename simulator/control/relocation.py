@@ -32,6 +32,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY
 from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.replicas.base import place_among_equals
+from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.steps import expert_loads
 from eldr_sim.simulator.plane.steps.group_state import Replicas
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
@@ -180,7 +181,8 @@ class MovableGroup:
 
 class Relocations:
     """The relocations of a run: when (``rule``), which groups; ``n_layers``: MoE layers of the
-    model, ``n_experts``: of a layer."""
+    model, ``n_experts``: of a layer; ``weighs``: whether the replica choice weighs instances by the
+    load of their ranks, which each placement must then have."""
 
     def __init__(
         self,
@@ -189,8 +191,10 @@ class Relocations:
         n_workers: int,
         n_layers: int,
         n_experts: int,
+        weighs: bool = False,
     ) -> None:
         self.rule, self.n_layers, self.n_experts = rule, n_layers, n_experts
+        self._weighs = weighs
         self.groups = {group.first: group for group in groups}
         self.loads: expert_loads.ExpertLoads = expert_loads.make_expert_loads(
             n_workers, n_layers * -(-n_experts // 64)
@@ -282,7 +286,8 @@ class Relocations:
         place_experts(self._masks, self._replicas, engines, group.placement, *dims)
 
     def _check(self, group: MovableGroup, placement: Placement) -> None:
-        """Raise ValueError unless a policy's placement fits: compiled code does not look."""
+        """Raise ValueError unless a policy's placement fits, InputError if it has no load that the
+        replica choice weighs by: compiled code does not look."""
         now = group.placement
         fits = placement.n_ranks == now.n_ranks and placement.expert.shape == now.expert.shape
         if fits:
@@ -290,3 +295,5 @@ class Relocations:
             fits = bool(held.any(axis=1).all() and held.sum(axis=2).max() <= group.slots)
         if not fits:
             raise ValueError(f"placement policy {group.policy.name!r}: no placement of its group")
+        if self._weighs:
+            rank_weights(placement)

@@ -483,8 +483,7 @@ class _Alone(EngineGroup):
     def start(self) -> None:
         """Start the step that vLLM plans, if it plans any."""
         for engine in self.engines:
-            if not engine.decided:
-                engine.boundary()
+            engine.boundary()
         self.due = False
         planned = [engine.scheduler.plan() for engine in self.engines]  # each of them
         if any(planned):

@@ -97,6 +97,9 @@ class ExpertGroup(EngineGroup):
         self.choice = registry.replica_choice(names[self.shared.replica_choice], context)
         self.last: GroupStep | None = None
         self._decided_for, self._balances, self._lacking, self._gathered = -1, False, 0, 0
+        takes_over = self.pool.router in cluster.handed_to
+        balances = self.pool.engine.rules.balance_steps > 0
+        self.gathers_prompts = balances and self.pool.decodes and not takes_over
 
     def balances(self) -> bool:
         """Whether prompts wait for engines of the group that have none, decided once a step.
@@ -105,8 +108,7 @@ class ExpertGroup(EngineGroup):
         ``batching_steps`` more then, unless an engine decodes nothing (TensorRT-LLM:
         ``_balance_adp_requests``)."""
         rules, seats = self.pool.engine.rules, self.pool.engine.max_num_seqs
-        takes_over = self.pool.router in self.cluster.handed_to
-        if not rules.balance_steps or not self.pool.decodes or takes_over:
+        if not self.gathers_prompts:
             return False
         if self._decided_for == self.n_steps:
             return self._balances
@@ -173,7 +175,7 @@ class ExpertGroup(EngineGroup):
         for engine, batch in busy.items():
             engine.move(*batch, end, active, busiest)
         for engine in self.engines:
-            engine.step_end, engine.decided = end, False
+            engine.step_end = end
 
     def relocated(self, busy: dict[Worker, Batch], end: float) -> float:
         """Return the seconds that the group waits for experts which move behind a step."""

@@ -58,6 +58,8 @@ class Scheduler:
         self.ended: list[Sequence] = []  #: keep their places and blocks, see `finish_step`
         self.frees_late = self.config.async_scheduling and self.rules.frees_late
         self.closed = False  #: no request joins the next step any more
+        #: A request was refused that the step after may admit, though nothing ends before.
+        self.blocked = False
         self._taken = self._admitted = 0
 
     # --- requests come and go ---
@@ -263,7 +265,10 @@ class Scheduler:
             ):
                 queue, rule = self.waiting, self.admit_new
             computes = queue is self.preempted or not self.worker.fetches(queue[0])
-            if (defers_prompts and computes) or not rule(queue[0]):
+            if defers_prompts and computes:
+                return
+            if not rule(queue[0]):
+                self.blocked |= self.spec.aging_s < math.inf and queue is self.waiting
                 return
             queue.pop(0)
 

@@ -67,7 +67,6 @@ class Worker:
         self.alive, self.slowdown = True, 1.0
         self.step_end = -math.inf  #: of the step in progress, or the last one
         self.exit_s = -math.inf  #: when its last step has left the last stage
-        self.decided = False  #: there has been a boundary since the last step
         self.last: tuple[Step, list[Sequence], list[Sequence]] | None = None
         self.boundary_at: float | None = None
         self.woken = self.env.event()
@@ -109,7 +108,7 @@ class Worker:
     def boundary(self) -> None:
         """End what has ended, and plan the next step."""
         scheduler = self.scheduler
-        self.boundary_at, self.decided = None, True
+        self.boundary_at = None
         for sequence in scheduler.finish_step():
             self.end(sequence.request)
         scheduler.schedule(self.group.balances() or self.defers_prompts())
@@ -237,13 +236,14 @@ class Worker:
                 request.first_token_s = end
             else:
                 self.cluster.gaps.append((request.last_token_s, end))
-        self.step_end, self.decided = end, False
+        self.step_end = end
         ended = any(s.request.generated == s.request.output_len for s in batch)
-        if ended or chunked or scheduler.closed or n > len(batch):
+        looks = scheduler.closed or scheduler.blocked or self.group.gathers_prompts
+        if ended or chunked or looks or n > len(batch):
             self.wake()
         else:
             self.group.start_later(end)
-        scheduler.closed = False
+        scheduler.closed = scheduler.blocked = False
         return step
 
 
@@ -291,6 +291,8 @@ class Colocated(Worker):
 class EngineGroup:
     """Engines that step together; one alone is a group by itself."""
 
+    gathers_prompts = False  #: engines without prompts may let those of the others wait
+
     def __init__(self, cluster: ReferenceCluster, engines: list[Any]) -> None:
         self.cluster, self.env, self.engines = cluster, cluster.env, engines
         self.n_steps, self.due = 0, False
@@ -314,9 +316,6 @@ class EngineGroup:
     def start(self) -> None:
         """Start the step that the engines have planned."""
         for engine in self.engines:
-            # Nothing was known to happen. An engine that has nothing to do waits for its peers.
-            if not engine.decided and (len(self.engines) == 1 or engine.scheduler.running):
-                engine.boundary()
             while not engine.scheduler.fits(0):  # who has joined holds more than was reserved
                 engine.boundary()
         self.due = False

@@ -224,14 +224,25 @@ def test_failing_policies_end_the_run():
             run_cluster_alone(policy)
 
 
-def run_cluster_alone(policy):
+def test_a_placement_without_loads_is_refused_where_instances_are_weighed():
+    class WithoutLoad(ByLoad):
+        def update(self, group, load, current):
+            return dataclasses.replace(current, load=None)
+
+    run_cluster_alone(WithoutLoad)
+    with pytest.raises(InputError, match="replica_choice: it weighs instances by the load"):
+        run_cluster_alone(WithoutLoad, weighs=True)
+    run_cluster_alone(ByLoad, weighs=True)
+
+
+def run_cluster_alone(policy, weighs=False):
     run_pair_arguments = drawn(0)
     arguments = grouped_cluster(**run_pair_arguments)
     spec = arguments["spec"]
     cost = spec.decode.step_time.cost
     groups = movable(arguments, run_pair_arguments, policy, ExpertLinks(1, 1.0, 1.0, 8))
     relocations = Relocations(
-        RelocationRule(2, 2), groups, spec.n_decode, cost.n_moe_layers, cost.n_experts
+        RelocationRule(2, 2), groups, spec.n_decode, cost.n_moe_layers, cost.n_experts, weighs
     )
     del arguments["placements"]
     first, second = policies_of(spec, "least_loaded", "jsq", 0)
