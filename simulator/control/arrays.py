@@ -236,12 +236,15 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     pools["allocates_chunks"] &= ~pools["whole_prompts"] & (not spec.tiers)
     for name in ("rides_on", "frees_late"):
         pools[name] &= pools["async_scheduling"]
+    pools["always_pads"] = [engine.engine != "vllm" for engine in engines]
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
         n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors
         speculation = pool.engine.speculation
         if pool.decodes and speculation is not None:
             pools["drafts"][number] = speculation.k
-            pools["lookahead"][number] = speculation.lookahead
+            pools["lookahead"][number] = pools["placeholders"][number] = speculation.lookahead
+            if pool.engine.engine == "vllm":
+                pools["placeholders"][number] = speculation.placeholders
             n_bytes += speculation.draft.kv_bytes_per_token
             n_tensors += speculation.draft.n_kv_tensors
         pools["kv_bytes_per_token"][number] = n_bytes * pool.kv_weight

@@ -115,7 +115,7 @@ class VllmScheduler:
         self.leaving: list[Request] = []
         self.ended: list[Sequence] = []
         self.preempted: list[Request] = []
-        self.closed = False
+        self.closed = self.blocked = False
 
     # --- requests come and go ---
 

@@ -193,9 +193,11 @@ POOL = np.dtype(
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step
-        # KV slots that a sequence holds beyond the tokens of its step; who joins with its KV cache
-        # has as many placeholder drafts.
-        ("lookahead", np.int64),
+        ("lookahead", np.int64),  # KV slots that a sequence holds beyond the tokens of its step
+        # Placeholder drafts of a sequence that joins with one token to compute: always, or, as
+        # vLLM, only beside others that decode, none of which computes its context.
+        ("placeholders", np.int64),
+        ("always_pads", np.bool_),
         ("executor", np.int64),  # the address of what its steps do, see `steps.executor`
     ],
     align=True,
@@ -258,7 +260,8 @@ WORKER = np.dtype(
         ("idle_head", np.int64),  # least recently freed
         ("idle_tail", np.int64),
         ("n_queued", np.int64),  # requests that have come so far,
-        ("n_admitted", np.int64),  # and been admitted, those that come back once more
+        ("n_admitted", np.int64),  # and been admitted, those that come back once more,
+        ("last_admitted", np.int64),  # those before the last step began
         # Requests that the engine has and that do not run, and the tokens of their contexts.
         ("n_waiting", np.int64),
         ("waiting_tokens", np.int64),

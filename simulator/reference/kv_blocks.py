@@ -114,13 +114,15 @@ class KVCacheManager:
         return found[:-1] if self.drops_block else found
 
     def allocate(
-        self, request: Request, tokens: int, ahead: int, reserved: int, chunk: int | None
+        self, request: Request, tokens: int, ahead: int, reserved: int, chunk: int | None,
+        padded: int,
     ) -> int | None:  # fmt: skip
         """Take the blocks of a context and of ``ahead`` tokens more; returns its cached tokens.
         None if not enough are free beside ``reserved`` blocks, which running sequences need.
 
         With ``chunk``, take those of the first tokens that are computed, and of drafts, if the
-        whole context fits (``full_sequence_must_fit``)."""
+        whole context fits (``full_sequence_must_fit``), and of ``padded`` placeholder drafts where
+        one token is left to compute."""
         found = self.computed_blocks(request, tokens)
         slots = min(tokens + ahead, self.max_model_len)
         new, beside = -(-slots // self.size) - len(found), request.window_blocks
@@ -130,7 +132,10 @@ class KVCacheManager:
             if whole + beside + idle + reserved > len(self.pool.free):
                 return None
             cached = len(found) * self.size
-            drafts = self.lookahead * (2 if tokens == cached + 1 else 1)
+            padded = padded if tokens == cached + 1 else 0
+            if padded and padded >= chunk:
+                return None  # it is not computed rather than computed without them
+            drafts = self.lookahead + padded
             slots = min(min(tokens, cached + chunk) + drafts, self.max_model_len)
             new = -(-slots // self.size) - len(found)
         if new + beside + idle + reserved > len(self.pool.free):

@@ -36,6 +36,10 @@ class Scheduler:
         self.lookahead = 0
         if speculation is not None and worker.pool.decodes:
             self.lookahead = speculation.lookahead
+        #: Placeholder drafts that vLLM pads new sequences with, see `padding`.
+        self.placeholders = 0
+        if speculation is not None and worker.pool.decodes:
+            self.placeholders = speculation.placeholders
         hands_over = any(pool.then >= 0 for pool in self.spec.pools)
         heads = speculation is not None and speculation.has_head
         self.kv = KVCacheManager(
@@ -61,6 +65,7 @@ class Scheduler:
         #: A request was refused that the step after may admit, though nothing ends before.
         self.blocked = False
         self._taken = self._admitted = 0
+        self._last = 0  #: the last sequence that was admitted before this step was planned
 
     # --- requests come and go ---
 
@@ -225,12 +230,14 @@ class Scheduler:
             if victim in self.ended:
                 self.ended.remove(victim)
                 self.kv.release(request)
+                request.preemptions += 1
                 continue
             if victim in self.prefilling:
                 self.prefilling.remove(victim)
             else:
                 self.decoding.remove(victim)
-                self.kv.cache_blocks(request, request.tokens - 1)
+                unknown = victim.got if self.frees_late else 0
+                self.kv.cache_blocks(request, request.tokens - 1 - unknown)
                 if victim in self.joined:  # there has been no step since
                     self.joined.remove(victim)
                 else:
@@ -251,7 +258,7 @@ class Scheduler:
         wait in one queue."""
         if not defers_prompts:
             self.fill()
-        while self.kv_ready and self.is_open(1 + self.lookahead):
+        while self.kv_ready and self.is_open(1 + self.padding(self.kv_ready[0].tokens - 1)):
             if not self.admit_kv_ready(self.kv_ready[0]):
                 return
             self.kv_ready.pop(0)
@@ -268,7 +275,8 @@ class Scheduler:
             if defers_prompts and computes:
                 return
             if not rule(queue[0]):
-                self.blocked |= self.spec.aging_s < math.inf and queue is self.waiting
+                ages = self.spec.aging_s < math.inf and queue is self.waiting
+                self.blocked |= ages and queue[0] is not min(queue, key=lambda r: r.ticket)
                 return
             queue.pop(0)
 
@@ -286,7 +294,8 @@ class Scheduler:
         """Let a request decode whose KV cache is here, but for the last token of the prompt."""
         context = request.tokens - 1
         sequence = self.sequence(request, context, context)
-        if self.lookahead and self.running and not self.fits(self.kv.needed(sequence)):
+        ahead = self.lookahead or sequence.tokens > 1
+        if ahead and self.running and not self.fits(self.kv.needed(sequence)):
             return False  # there is no room for its drafts
         request.decode_start_s = self.worker.env.now
         self.join(sequence)
@@ -323,11 +332,22 @@ class Scheduler:
         return True
 
     def sequence(self, request: Request, cached: int, context: int) -> Sequence:
-        """Let a request run. One that computes no context is padded with placeholders to the size
-        of a verify step (vLLM: ``spec_token_ids`` of -1)."""
+        """Let a request run."""
+        tokens = 1 + (self.padding(cached) if cached == context else 0)
         self._admitted += 1
-        tokens = 1 + (self.lookahead if cached == context else 0)
         return Sequence(request, cached, context, self._admitted, tokens)
+
+    def padding(self, cached: int) -> int:
+        """Return the placeholder drafts of a request that is admitted with one token to compute:
+        it is padded to the size of a verify step if running sequences decode and none computes its
+        context (vLLM: ``pad_spec_decode``). ``cached``: its tokens that have KV."""
+        before = [s for s in self.running if s.ticket <= self._last]
+        if any(s.chunk or s in self.joined for s in before):
+            return 0
+        beside = cached > 0 or self.riding or any(s in self.decoding for s in before)
+        fits = cached + self.placeholders + 2 <= self.spec.max_model_len
+        n = int(min(self.placeholders, self.longest_chunk() - 1))
+        return n if beside and fits else 0
 
     def is_open(self, tokens: int = 1) -> bool:
         """Whether the next step has a place and ``tokens`` of its budget left."""
@@ -373,6 +393,7 @@ class Scheduler:
     def join(self, sequence: Sequence) -> None:
         """Let a sequence get a token in the next step."""
         self.take_slots(sequence)
+        self.kv.cache_blocks(sequence.request, sequence.request.tokens)
         self.decoding.append(sequence)
         self.joined.append(sequence)
 
@@ -415,7 +436,7 @@ class Scheduler:
         chunk = int(min(self.budget(), self.longest_chunk()))
         return self.kv.allocate(
             request, tokens, 0 if fetches else 2 * self.lookahead, reserved,
-            chunk if self.allocates_chunks and not fetches else None,
+            chunk if self.allocates_chunks and not fetches else None, self.padding(tokens - 1),
         )  # fmt: skip
 
     # --- a step begins ---
@@ -423,6 +444,7 @@ class Scheduler:
     def begin_step(self) -> tuple[list[Sequence], list[Sequence]]:
         """Take the KV blocks of the next step's tokens; return who decodes and who computes a part
         of a context. Those that ride along stand first and have no blocks."""
+        self._last = self._admitted
         for sequence in self.decoding:
             self.kv.grow(sequence, self.kv.needed(sequence))
         return self.riding + self.decoding, [s for s in self.running if s.chunk]

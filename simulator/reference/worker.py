@@ -239,6 +239,9 @@ class Worker:
         self.step_end = end
         ended = any(s.request.generated == s.request.output_len for s in batch)
         looks = scheduler.closed or scheduler.blocked or self.group.gathers_prompts
+        if self.speculation is not None:  # a step of fewer drafts may have room
+            queued = scheduler.waiting or scheduler.kv_ready or scheduler.preempted
+            looks = looks or bool(queued or scheduler.prefilling)
         if ended or chunked or looks or n > len(batch):
             self.wake()
         else:

@@ -50,6 +50,12 @@ class Speculation:
         return 0 if self.config.method in LOOKING_UP else self.k
 
     @property
+    def placeholders(self) -> int:
+        """Drafts that vLLM pads a new sequence with (``pad_spec_decode``): none where their number
+        goes by the batch."""
+        return 0 if self.config.num_speculative_tokens_per_batch_size else self.k
+
+    @property
     def has_head(self) -> bool:
         """Whether an EAGLE or MTP head drafts, which reads the hidden states of the model."""
         return self.config.method not in (*LOOKING_UP, "draft_model")

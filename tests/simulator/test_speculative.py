@@ -130,7 +130,7 @@ def test_a_joining_request_is_padded_on_a_decode_worker():
     assert log["outputs"].tolist() == [1] + [4] * 14 + [3]
     looked_up = run(drafts(method="ngram", synthetic_acceptance_length=4.0), topology="1P1D",
                     num_requests=1)  # fmt: skip
-    assert looked_up.record.decode_steps["tokens"][0] == 1
+    assert looked_up.record.decode_steps["tokens"][0] == 4  # vLLM pads whatever drafts
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,9 @@ class Oracle:
         tokens = planned.num_scheduled_tokens
         start, ids = self.now, list(tokens)
         self.now += self.costs["step"] + self.costs["token"] * sum(tokens.values())
-        self.steps.append([start, self.now, sum(gets.values()), sum(tokens.values())])
+        # A request that ended in the step before may be computed once more; it gets nothing.
+        n = sum(gets[rid] and not self.live[rid].is_finished() for rid in ids)
+        self.steps.append([start, self.now, n, sum(tokens.values())])
         sampled = [self.outputs(planned, rid) if gets[rid] else [] for rid in ids]
         before = {rid: self.live[rid].num_output_tokens for rid in ids}
         self.scheduler.update_from_output(
@@ -174,7 +176,9 @@ class Oracle:
         """Return the tokens that a request gets: one, and the drafts that are accepted in turn."""
         i, request = int(rid), self.live[rid]
         drafts = len(planned.scheduled_spec_decode_tokens.get(rid, ()))
-        real = drafts and request.num_output_tokens > 0
+        begins = {new.req_id for new in planned.scheduled_new_reqs}
+        begins |= set(planned.scheduled_cached_reqs.resumed_req_ids)
+        real = drafts and rid not in begins  # else they are placeholders
         accepted, at = 0, request.num_output_tokens
         if real:
             share = share_of(self.settings.get("key", 0), i, at)

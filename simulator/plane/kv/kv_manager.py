@@ -97,12 +97,14 @@ def slots_of(sequence: Any, lookahead: int) -> Any:
 
 
 @compiled()
-def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool, chunk: int) -> Any:
+def allocate(
+    engines: Engines, w: int, request: int, tokens: int, fetches: bool, chunk: int, padded: int
+) -> Any:  # fmt: skip
     """Take the KV blocks of a context of ``tokens`` tokens, and of drafts and what its engine
     reserves unless it fetches them; return how many are cached. An engine that allocates chunks
-    takes those of the first ``chunk`` tokens that are not cached, if the whole context fits.
-    Without change: -1 if too few are free, WAITS of `kv_loads` where it waits for others'
-    blocks."""
+    takes those of the first ``chunk`` tokens that are not cached, if the whole context fits;
+    ``padded``: placeholder drafts beside the last token, see `preemption.padding`. Without
+    change: -1 if too few are free, WAITS of `kv_loads` where it waits for others' blocks."""
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
     more = pulled = _NONE
@@ -130,7 +132,11 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool,
         if not fits(engines, w, whole + idle):
             return -1
         first = min(np.int64(tokens), found * size + chunk)
-        slots = first + engines.pools[pool].lookahead * (2 if tokens == found * size + 1 else 1)
+        slots = first + engines.pools[pool].lookahead
+        if tokens == found * size + 1:
+            if padded >= chunk and padded > 0:
+                return -1  # it is not computed rather than computed without them
+            slots += padded
         slots = min(slots, engines.settings[0].max_model_len)
     new = blocks_of(slots, size) - found + record.window_blocks
     if reserve == OF_SHARE:
@@ -210,13 +216,14 @@ def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
 
 
 @compiled()
-def can_join(engines: Engines, w: int, request: int) -> Any:
-    """Whether there are blocks for the drafts of a request whose KV cache has arrived."""
+def can_join(engines: Engines, w: int, request: int, padded: int) -> Any:
+    """Whether there are blocks for the drafts of a request whose KV cache has arrived, and for
+    ``padded`` placeholders."""
     lookahead, record = engines.pools[engines.pool_of[w]].lookahead, engines.requests[request]
-    if lookahead == 0:
+    if lookahead + padded == 0:
         return True
     size, context = engines.settings[0].block_size, record.prompt_len + record.generated - 1
-    slots = min(context + 1 + 2 * lookahead, engines.settings[0].max_model_len)
+    slots = min(context + 1 + padded + lookahead, engines.settings[0].max_model_len)
     table = engines.tables[request, side_of(engines, w)]
     held = table.listed + table.private - record.window_blocks
     return fits(engines, w, max(blocks_of(slots, size) - held, _NONE))

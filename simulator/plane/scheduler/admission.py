@@ -28,6 +28,7 @@ from eldr_sim.simulator.plane.scheduler.preemption import (
     comes_back_first,
     longest_chunk,
     lookahead_slots,
+    padding,
 )
 from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove, waits_for_blocks
 from eldr_sim.simulator.plane.state import (
@@ -53,9 +54,13 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
     pool = engines.pools[engines.pool_of[w]]
     if not defers:
         fill(engines, w)
-    while worker.arrived_head >= 0 and _is_open(engines, w, pool.lookahead):
+    while worker.arrived_head >= 0:
         request = worker.arrived_head
-        if worker.batch + worker.prefilling > 0 and not can_join(engines, w, request):
+        context = requests[request].prompt_len + requests[request].generated - 1
+        padded = padding(engines, w, context)
+        if not _is_open(engines, w, padded):
+            break
+        if worker.batch + worker.prefilling > 0 and not can_join(engines, w, request, padded):
             return
         worker.arrived_head = requests[request].next
         requests[request].decode_start_s = now
@@ -104,7 +109,7 @@ def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
     if worker.arrived_head < 0 and worker.new_head < 0:
         return ADMITTED
     left, new = budget_left(engines, w), np.int64(worker.new_head)
-    if left <= (pool.lookahead if worker.arrived_head >= 0 else _NONE):
+    if left <= (pool.placeholders if worker.arrived_head >= 0 else _NONE):
         return NO_TOKENS
     if pool.whole_prompts and new >= 0 and not _fetches(engines, w, new):
         prompt = engines.requests[new].prompt_len + engines.requests[new].generated
@@ -120,8 +125,9 @@ def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
 def _admit_preempted(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
     """Let a preempted request recompute its context; False if its blocks are not free."""
     worker, record = engines.workers[w], engines.requests[request]
-    cached = allocate(engines, w, request, record.prompt_len + record.generated, False,
-                      _first_chunk(engines, w))  # fmt: skip
+    tokens = record.prompt_len + record.generated
+    cached = allocate(engines, w, request, tokens, False, _first_chunk(engines, w),
+                      padding(engines, w, tokens - 1))  # fmt: skip
     if cached < 0 and cached != WAITS:
         return False
     worker.preempted_head = record.next
@@ -142,7 +148,7 @@ def _admit_loaded(clock: Any, events: Any, engines: Engines, w: int) -> Any:
         cached: Any = np.int64(loads[request].cached)
         if loads[request].delayed:
             tokens = requests[request].prompt_len + requests[request].generated
-            cached = allocate(engines, w, request, tokens, False, ANY)
+            cached = allocate(engines, w, request, tokens, False, ANY, _NONE)
             if cached == -1:
                 return False
         if before < 0:
@@ -162,7 +168,8 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     whole = pool.whole_prompts and not fetches
     if whole and prompt - cached_tokens(engines, w, request, prompt) > budget_left(engines, w):
         return False
-    cached = allocate(engines, w, request, prompt, fetches, _first_chunk(engines, w))
+    cached = allocate(engines, w, request, prompt, fetches, _first_chunk(engines, w),
+                      padding(engines, w, prompt - 1))  # fmt: skip
     if cached < 0 and cached != WAITS:
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
@@ -277,9 +284,9 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
-    sequence.tokens = 1
-    if computed == context:  # padded to the size of the others (vLLM's placeholder drafts)
-        sequence.tokens += engines.pools[engines.pool_of[w]].lookahead
+    sequence.tokens, sequence.got = 1, 0
+    if computed == context:
+        sequence.tokens += padding(engines, w, computed)
     sequence.drafts = 0
     sequence.room = engines.settings[0].max_model_len - context
     sequence.output_len = record.output_len
@@ -302,6 +309,9 @@ def _join(engines: Engines, w: int) -> None:
     worker.context += sequence.computed + sequence.todo
     if engines.pools[engines.pool_of[w]].mixed_steps:
         take_slots(engines, w, worker.batch)
+        if sequence.free_slots > 0:  # with the token that it decodes now
+            tokens = sequence.computed + sequence.todo + 1
+            publish_tokens(engines, w, sequence.request, tokens)
     worker.batch += 1
     worker.tokens += sequence.tokens
     worker.prefilling -= 1

@@ -55,6 +55,28 @@ def lookahead_slots(engines: Engines, w: int, tokens: int) -> Any:
 
 
 @compiled()
+def padding(engines: Engines, w: int, cached: int) -> Any:
+    """Return the placeholder drafts of a request that is admitted with one token to compute behind
+    ``cached`` ones: to the size of a verify step, if running sequences decode and none computes
+    its context (vLLM's ``pad_spec_decode``)."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    n, beside = pool.placeholders, cached > 0 or worker.riding > 0
+    if n == 0 or pool.always_pads:
+        return n
+    for i in range(worker.batch + worker.prefilling):
+        sequence = engines.sequences[w, i]
+        if sequence.ticket > worker.last_admitted:  # admitted in this plan
+            continue
+        joins = worker.batch - worker.joined <= i < worker.batch
+        if sequence.chunk > 0 or joins:
+            return _NONE
+        beside = beside or i < worker.batch
+    if not beside or cached + n + 2 > engines.settings[0].max_model_len:
+        return _NONE
+    return min(n, longest_chunk(engines, w) - 1)
+
+
+@compiled()
 def lacks_blocks(engines: Engines, w: int, prompts: bool) -> Any:
     """Whether the running sequences need more KV blocks in the next step than are free; with
     ``prompts``, those included that compute their contexts."""
@@ -112,7 +134,9 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
             if not engines.pools[engines.pool_of[w]].forgets_outputs:
-                publish_tokens(engines, w, request, context)
+                unknown = sequences[w, victim].got  # whose output has not been processed
+                unknown *= engines.pools[engines.pool_of[w]].frees_late
+                publish_tokens(engines, w, request, context - unknown)
             keep_tokens(engines, w, request, context, clock[0].now)
             release_context(engines, w, request, context + sequences[w, victim].free_slots)
         for i in range(victim, worker.batch + worker.prefilling):
@@ -152,6 +176,7 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
     else:
         requests[before].next = requests[last].next
     worker.ended_places -= 1
+    requests[last].preemptions += 1
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), last)
     return True
 

@@ -318,9 +318,13 @@ def _finish(
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0
     planned_ahead = planned_ahead or worker.riding > 0  # whose places others may take
+    if n_rates > 0:  # a step of fewer drafts may have room
+        queued = max(worker.new_head, worker.arrived_head, worker.preempted_head) >= 0
+        planned_ahead = planned_ahead or queued or worker.prefilling > 0
     worker.riding = worker.riding_tokens = 0
     worker.one_step = worker.blocked = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
+    worker.last_admitted = worker.n_admitted
     worker.next_start = end
     if ended or planned_ahead:
         worker.ended = ended
