@@ -8,6 +8,11 @@ import numpy as np
 
 from eldr_sim.errors import PLOT, needed
 
+#: Colours of series, in order: those of the light theme of reports (``reports/assets/report.css``).
+PALETTE = ("#183b85", "#c37600", "#269e53", "#812ce3", "#a42c00", "#6e7cc4", "#5b222d", "#a48a9c")
+#: Smallest size of a label, points.
+SMALLEST = 8
+
 
 def write_picture(
     to: PathLike[str] | IO[bytes],
@@ -21,11 +26,16 @@ def write_picture(
     labels gets a legend unless ``draw`` made one or a panel before shows them. ``size``: inches;
     ``title``: over all panels. Raises InputError without matplotlib."""
     needed("matplotlib", "plot", PLOT)
+    from cycler import cycler
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context({"axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 8}):
+    style = {
+        "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": SMALLEST,
+        "axes.prop_cycle": cycler(color=PALETTE),
+    }  # fmt: skip
+    with rc_context(style):
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         draw(figure)
@@ -91,7 +101,7 @@ def bars(
                     look["xerr" if across else "yerr"] = error
                 (axes.barh if across else axes.bar)(at, [row[column] for row in own], width, **look)
             axis = axes.yaxis if across else axes.xaxis
-            axis.set_ticks(range(len(names)), names, fontsize=6 if across else 7)
+            axis.set_ticks(range(len(names)), names, fontsize=SMALLEST)
             side, more = "x" if across else "y", {"label": column} | settings
             if across:
                 axes.set_ylabel("")
@@ -102,10 +112,14 @@ def bars(
 
 def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = "{:.2f}") -> Draw:
     """Return what draws a map, ``x`` by ``y``, of coloured, spelled cells; words have colours,
-    too."""
+    too. The figure grows until labels and cells have room."""
 
     def draw(figure: Any) -> None:
         words = list(dict.fromkeys(r[value] for r in rows if isinstance(r[value], str)))
+        n_columns, n_lines = (len({row[key] for row in rows}) for key in (x, y))
+        width, height = figure.get_size_inches()
+        room = max(width, 0.55 * n_columns * len(_names(rows, panel)) + 2.0)
+        figure.set_size_inches(room, max(height, 0.3 * n_lines + 1.0))
         for axes, _, mine in _panels(figure, rows, (value,), panel):
             columns, lines = (list(dict.fromkeys(row[key] for row in mine)) for key in (x, y))
             grid = np.full((len(lines), len(columns)), np.nan)
@@ -113,11 +127,13 @@ def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = 
                 at = lines.index(row[y]), columns.index(row[x])
                 grid[at] = words.index(row[value]) if words else row[value]
                 said = spell.format(row[value])
-                axes.text(at[1], at[0], said, ha="center", va="center", fontsize=5)
+                axes.text(at[1], at[0], said, ha="center", va="center", fontsize=SMALLEST)
             ends = {"cmap": "tab10", "vmin": 0, "vmax": 9} if words else {"cmap": "coolwarm"}
-            axes.imshow(grid, aspect="auto", **ends)
-            axes.set_xticks(range(len(columns)), columns, fontsize=6)
-            axes.set_yticks(range(len(lines)), lines, fontsize=6)
+            cells = axes.imshow(grid, aspect="auto", **ends)
+            if not words:
+                figure.colorbar(cells, ax=axes).set_label(value, fontsize=SMALLEST)
+            axes.set_xticks(range(len(columns)), columns, fontsize=SMALLEST)
+            axes.set_yticks(range(len(lines)), lines, fontsize=SMALLEST)
             axes.set(xlabel=x, ylabel=y)
 
     return draw
@@ -145,8 +161,8 @@ def _panels(
     for line, column in zip(grid, columns, strict=True):
         for axes, name in zip(line, names, strict=True):
             axes.set_title(name if len(columns) == 1 else f"{name}: {column}".strip(": "))
-            axes.title.set_fontsize(8)
+            axes.title.set_fontsize(SMALLEST)
             if axes is line[0]:
-                axes.set_ylabel(column, fontsize=8)
-            axes.tick_params(labelsize=7)
+                axes.set_ylabel(column, fontsize=SMALLEST)
+            axes.tick_params(labelsize=SMALLEST)
             yield axes, column, [row for row in rows if _name(row, panel) == name]

@@ -30,6 +30,7 @@ from typing import Any
 import click
 
 import eldr_sim
+from eldr_sim.charts import PALETTE, SMALLEST
 from eldr_sim.cli.main import cli
 from eldr_sim.outputs import write_rows
 from eldr_sim.planning.studies.figures import Claim
@@ -39,10 +40,11 @@ DOCS = Path(__file__).parent
 TABLE = DOCS / "claims.csv"
 DATA = DOCS / "data"
 MARKED = re.compile(r"(<!-- (\w+): ([^>]*) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+_GOOD, _FAIR, _BAD, _OTHER = PALETTE[2], PALETTE[1], PALETTE[4], PALETTE[7]
 #: Colours of verdicts in pictures.
-COLOURS = {"agrees": "#3a7d44", "direction agrees": "#7fb069", "met": "#3a7d44",
-           "within the noise": "#7fb069", "input": "#9a9a9a", "size differs": "#e49444",
-           "missed": "#e49444", "no effect": "#e49444", "contradicts": "#c4453c"}  # fmt: skip
+COLOURS = {"agrees": _GOOD, "direction agrees": PALETTE[0], "met": _GOOD,
+           "within the noise": PALETTE[0], "input": _OTHER, "size differs": _FAIR,
+           "missed": _FAIR, "no effect": _FAIR, "contradicts": _BAD}  # fmt: skip
 Row = dict[str, str]
 
 
@@ -289,23 +291,32 @@ def picture(page: str, rows: list[Row]) -> None:
     for y, row in enumerate(own):
         low, high = float(row["low"]), float(row["high"])
         axes.plot([low, high], [y, y], color="#b0b0b0", lw=6, marker="|", ms=13, mew=3, zorder=1)
-        colour = COLOURS.get(verdict(row), "#4878a8")
+        colour = COLOURS.get(verdict(row), _OTHER)
         axes.plot(float(row["ours"]), y, "o", color=colour, ms=7, zorder=3)
         if row["ours_low"]:
             ends = [float(row["ours_low"]), float(row["ours_high"])]
             axes.plot(ends, [y, y], color=colour, lw=1.5, zorder=2)
-    axes.set_yticks(range(len(own)), [f"{r['where']}: {r['claim']}"[:88] for r in own], fontsize=8)
+    axes.set_yticks(
+        range(len(own)), [f"{r['where']}: {r['claim']}"[:88] for r in own], fontsize=SMALLEST
+    )
     axes.axvline(0, color="black", lw=0.6)
     axes.invert_yaxis()
     near = [(float(r["ours"]), min(float(r["low"]), float(r["high"]), key=abs)) for r in own]
     ends = [min(map(min, near)), max(map(max, near))]
     axes.set_xlim(ends[0] - 0.1 * (ends[1] - ends[0]), ends[1] + 0.1 * (ends[1] - ends[0]))
-    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="x", labelsize=SMALLEST)
     goal = own[0]["role"] == "error"
-    axes.set_xlabel(f"%: {'up to the goal' if goal else 'theirs'} (grey), ours (dot)", fontsize=8)
+    axes.set_xlabel(
+        f"%: {'up to the goal' if goal else 'theirs'} (grey), ours (dot)", fontsize=SMALLEST
+    )
+    for said in dict.fromkeys(verdict(row) for row in own):
+        name = "not judged" if said == "-" else said
+        axes.plot([], [], "o", color=COLOURS.get(said, _OTHER), ms=7, label=name)
+    figure_.legend(loc="outside upper center", ncols=5, fontsize=SMALLEST, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     (DOCS / "images").mkdir(exist_ok=True)
-    figure_.savefig(DOCS / "images" / f"claims_{page}.png", dpi=90, metadata={"Software": None})
+    about = {"Software": f"eldr-sim {eldr_sim.__version__}"}
+    figure_.savefig(DOCS / "images" / f"claims_{page}.png", dpi=90, metadata=about)
     plt.close(figure_)
 
 

@@ -17,8 +17,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-COLORS = ["#4878a8", "#e49444", "#6a9f58", "#a87c9f"]
-POLICY_COLORS = ["#9a9a9a", "#c4453c"]
+import eldr_sim
+from eldr_sim.charts import PALETTE
+
+COLORS = PALETTE[:4]
+POLICY_COLORS = (PALETTE[7], PALETTE[4])
 
 
 def load_of_workers(axes: Axes, requests: pd.DataFrame) -> None:
@@ -57,18 +60,19 @@ def main(folders: list[Path], out: Path) -> None:
         values = np.sort(requests["tpot_ms"].dropna())
         label = f"{name}: median {figures[name]['median_tpot_ms']:.1f}"
         tpot.plot(values, np.linspace(0, 1, len(values)), color=color, label=label, linewidth=2)
-    bars[0].set_title("which domains each of 16 decode workers serves", fontsize=9)
+    bars[0].set_title("share of each domain, by decode worker", fontsize=9)
     bars[1].legend(
         ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8, frameon=False
     )
-    experts.set_title("distinct experts that a step reads, a layer", fontsize=9)
+    experts.set_title("distinct experts of a step, per layer", fontsize=9)
     experts.set(xlabel="batch, requests", ylim=(0, None))
     tpot.set_title("TPOT of the requests, ms", fontsize=9)
     tpot.set(ylabel="share of requests", ylim=(0, 1))
     for axes in (experts, tpot):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, frameon=False, loc="upper left")
-    figure.savefig(out, dpi=130, metadata={"Software": None, "Description": json.dumps(figures)})
+    about = {"Software": f"eldr-sim {eldr_sim.__version__}", "Description": json.dumps(figures)}
+    figure.savefig(out, dpi=130, metadata=about)
     out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -82,7 +82,7 @@ def _draw_rates(figure: Any, pairs: Sequence[Pair]) -> None:
                 axes.plot(rates, [ours(s, metric) for _, s in own], "--", color=colour)
             axes.set(title=f"{model}: {_NAMES[metric]}, ms")
             axes.title.set_fontsize(7)
-    figure.axes[0].legend(fontsize=6, title="measured; ours dashed", title_fontsize=6)
+    figure.axes[0].legend(fontsize=8, title="measured; ours dashed", title_fontsize=8)
 
 
 def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
@@ -96,7 +96,7 @@ def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
         axes.bar(at + 0.2, [mine for mine, _ in both], 0.4, label="ours")
         axes.set(ylabel=f"{_NAMES[metric]}, % of rr")
         axes.axhline(0.0, color="black", linewidth=0.8)
-    figure.axes[1].set_xticks(range(len(own)), names, fontsize=4)
+    figure.axes[1].set_xticks(range(len(own)), names, fontsize=8, rotation=90)
 
 
 def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:

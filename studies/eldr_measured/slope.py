@@ -174,7 +174,7 @@ def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
         axes.plot(at, gained, "k_", label="measured")
         axes.plot(at[apart], gained[apart], "rx", label="measured, tiles differ")
         names = [f"{row['dataset']}\n{row['model']}\n{row['rate']:g}/s" for row in rows]
-        axes.set_xticks(at, names, fontsize=4)
+        axes.set_xticks(at, names, fontsize=8, rotation=90)
         axes.set(ylabel="median TPOT, eldr against rr, %")
 
     return Reproduction("locality", "locality and tiles in ELDR's measured gain", rows, [], draw)

@@ -1,9 +1,12 @@
-"""The README's picture shows what the README's first command prints."""
+"""Pictures come from today's code or carry a date; the README's shows what its command prints."""
 
+import importlib.util
 import json
 import re
 
 import pytest
+
+from eldr_sim.charts import PALETTE
 
 from ..paths import ROOT
 
@@ -60,3 +63,45 @@ def test_first_command_prints_the_figures_of_the_picture(policy, run_cli, drawn_
     printed = dict(re.findall(r"^(.*?): +([\d.]+)$", out, re.M))
     for figure, value in FIGURES[policy].items():
         assert float(printed[PRINTED[figure]]) == pytest.approx(value, abs=0.0051), figure
+
+
+IMAGES = ROOT / "docs" / "images"
+SPEC = importlib.util.spec_from_file_location("docs_pictures", ROOT / "docs" / "pictures.py")
+drawn = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(drawn)
+
+
+@pytest.mark.parametrize("path", sorted(IMAGES.glob("*.png")), ids=lambda path: path.stem)
+def test_a_picture_has_a_command_or_a_date(path):
+    """In `docs/pictures.py` or by `docs/render.py`, else its caption has version and month."""
+    if path.stem in drawn.PICTURES or path.stem.startswith("claims_"):
+        image = pytest.importorskip("PIL.Image")
+        with image.open(path) as picture:
+            assert re.match(r"eldr-sim \d+\.\d+\.\d+", picture.text["Software"])
+        return
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "studies").glob("*/*.md")]
+    captions = [
+        caption
+        for page in pages
+        for caption in re.findall(rf"!\[([^\]]*)\]\([^)]*{path.name}\)", page.read_text())
+    ]
+    assert captions
+    for caption in captions:
+        assert re.search(r"version \d+\.\d+\.\d+", caption), caption
+        assert re.search(r"20\d\d", caption), caption
+
+
+def test_no_label_is_small():
+    """Of what draws pictures, in points."""
+    small = []
+    for folder in ("_eldr_sim", "reports", "validation", "studies", "docs", "simulator"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for size in re.findall(r"(?:font|label)_?size=(\d+)", path.read_text()):
+                if int(size) < 8:
+                    small.append(f"{path.relative_to(ROOT)}: {size}")
+    assert small == []
+
+
+def test_pictures_and_reports_have_one_palette():
+    style = (ROOT / "reports" / "assets" / "report.css").read_text()
+    assert tuple(re.findall(r"--c\d: light-dark\((#\w+),", style)) == PALETTE

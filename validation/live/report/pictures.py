@@ -92,12 +92,12 @@ def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
                 axes.set_xscale("log")
                 _plain_numbers(axes.xaxis, float(np.ptp(positive) / positive.min()))
             axes.set_ylim(0, 1)
-            axes.tick_params(labelsize=7)
+            axes.tick_params(labelsize=8)
         row[0].set_ylabel("share of requests", fontsize=8)
         row[len(_METRICS) // 2].set_title(load, fontsize=9)
     for axes, name in zip(grid[-1], _METRICS.values(), strict=True):
         axes.set_xlabel(f"{name}, ms")
-    grid[0, 0].legend(fontsize=7, loc="lower right")
+    grid[0, 0].legend(fontsize=8, loc="lower right")
 
 
 def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> None:
@@ -157,8 +157,8 @@ def _components(figure: Any, rows: Sequence[Row]) -> None:
             axes.errorbar(i, row["difference_ms"], yerr=noise, color="C1", capsize=3)
     for name, axes in panels.items():
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(loads)), [str(i + 1) for i in range(len(loads))], fontsize=7)
-        axes.tick_params(labelsize=7)
+        axes.set_xticks(range(len(loads)), [str(i + 1) for i in range(len(loads))], fontsize=8)
+        axes.tick_params(labelsize=8)
         axes.set_title("E2E" if name == "sum" else name, fontsize=9)
     panels[components[0]].set_ylabel("simulated less live, ms a request", fontsize=8)
     names = ",  ".join(f"{i}: {load}" for i, load in enumerate(loads, 1))
