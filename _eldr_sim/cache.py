@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eldr_sim.errors import EldrSimWarning, InputError
-from eldr_sim.news import tell
 from eldr_sim.outputs import whole_file
+from eldr_sim.phases import report_phase
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
@@ -227,7 +227,7 @@ def keep_folder(
         return None
     path, temporary = place / name, place / f".{name}-{os.getpid()}"
     if doing:
-        tell(doing)
+        report_phase(doing)
     try:
         with closed_to_others():
             write(temporary)

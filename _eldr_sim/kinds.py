@@ -9,5 +9,5 @@ AnyPath = str | os.PathLike[str]
 Progress = Callable[[float], None]
 
 
-def silent(_share: float) -> None:
-    """Tell nobody how far it is."""
+def no_progress(_share: float) -> None:
+    """Ignore progress."""

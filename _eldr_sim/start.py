@@ -4,7 +4,7 @@ import gc
 import sys
 import threading
 
-from eldr_sim.news import HARMLESS
+from eldr_sim.phases import HARMLESS
 
 _SILENT_S = 1.0
 _working: threading.Timer | None = None

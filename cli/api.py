@@ -26,7 +26,7 @@ import click
 from eldr_sim.cli import run as run_command
 from eldr_sim.cli.console import is_watched, progress_bar
 from eldr_sim.cli.foreign import instead_of
-from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.simulator import run as simulator_run
@@ -46,7 +46,7 @@ _OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "hel
            "settings", "help_all"}  # fmt: skip
 
 
-class Told:
+class Reportable:
     """What every result can do besides: pictures, and a page."""
 
     _name = ""
@@ -94,7 +94,7 @@ class Told:
             write_report([folder], out, force=force)
 
 
-class Run(Told, simulator_run.Result):
+class Run(Reportable, simulator_run.Result):
     """A run: ``summary`` (the fields of ``vllm bench serve``), and tables of what happened."""
 
     @property

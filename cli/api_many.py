@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from eldr_sim.cli import compare as compare_command
 from eldr_sim.cli import plan as plan_command
 from eldr_sim.cli import run as run_command
-from eldr_sim.cli.api import Config, Told, like, options_of, shown
+from eldr_sim.cli.api import Config, Reportable, like, options_of, shown
 from eldr_sim.cli.console import progress_bar, run_counter
-from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.planning.compare import policies as policies_compared
 from eldr_sim.planning.compare import what_if as what_if_asked
 from eldr_sim.planning.search import answer
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Comparison(Told, policies_compared.Comparison):
+class Comparison(Reportable, policies_compared.Comparison):
     """Policies under the same seeds, and their paired differences."""
 
     write = policies_compared.Comparison.write
@@ -39,7 +39,7 @@ class Comparison(Told, policies_compared.Comparison):
         return pd.DataFrame(rows, columns=list(columns))
 
 
-class Plan(Told, answer.Answer):
+class Plan(Reportable, answer.Answer):
     """The answer of a plan: its ``best`` row, notes, and all runs."""
 
     write = answer.Answer.write

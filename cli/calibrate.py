@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.option import option
-from eldr_sim.cli.options import GroupedCommand, config_from_options, run_options
+from eldr_sim.cli.decorators import option
+from eldr_sim.cli.run_options import GroupedCommand, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS

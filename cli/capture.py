@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_written, progress_bar
-from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option, together
+from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option, together
 from eldr_sim.traces.routing.capture.captured import (
     CapturedRouting,
     check_options,

@@ -18,9 +18,9 @@ from eldr_sim.cli.console import (
     print_warnings,
     progress_bar,
 )
-from eldr_sim.cli.option import complete, jobs_option, option, output
-from eldr_sim.cli.option import policies as policy_names
-from eldr_sim.cli.options import (
+from eldr_sim.cli.decorators import complete, jobs_option, option, output
+from eldr_sim.cli.decorators import policies as policy_names
+from eldr_sim.cli.run_options import (
     GroupedCommand,
     check_out,
     config_from_options,

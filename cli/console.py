@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from eldr_sim.news import HARMLESS, listening
+from eldr_sim.phases import HARMLESS, phases_shown_by
 from eldr_sim.start import show_nothing_more
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callabl
             progress.update(task, description=f"{title}: {what}{done}")
 
         try:
-            with listening(show if lines is None else lines.say):
+            with phases_shown_by(show if lines is None else lines.say):
                 yield update
         finally:
             if lines is not None:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 from click import IntRange
 
-from eldr_sim.cli.option import complete, model_option, option, traces, workloads
-from eldr_sim.cli.options import check_file
+from eldr_sim.cli.decorators import complete, model_option, option, traces, workloads
+from eldr_sim.cli.run_options import check_file
 from eldr_sim.policies.eldr.signature import (
     METHODS,
     TRANSFORMS,

@@ -12,9 +12,9 @@ import click
 
 from eldr_sim import cache as user_cache
 from eldr_sim.cli.console import print_table
-from eldr_sim.cli.option import complete, model_option, option, parallel_options
-from eldr_sim.cli.option import gpus as gpu_names
-from eldr_sim.cli.option import models as model_names
+from eldr_sim.cli.decorators import complete, model_option, option, parallel_options
+from eldr_sim.cli.decorators import gpus as gpu_names
+from eldr_sim.cli.decorators import models as model_names
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:

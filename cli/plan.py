@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
-from eldr_sim.cli.kept_runs import kept_runs
-from eldr_sim.cli.option import (
+from eldr_sim.cli.decorators import (
     OUTPUT,
     TENSOR_PARALLEL_SIZE,
     complete,
@@ -18,9 +17,10 @@ from eldr_sim.cli.option import (
     option,
     plot_option,
 )
-from eldr_sim.cli.option import gpus as gpu_names
-from eldr_sim.cli.option import policies as policy_names
-from eldr_sim.cli.options import (
+from eldr_sim.cli.decorators import gpus as gpu_names
+from eldr_sim.cli.decorators import policies as policy_names
+from eldr_sim.cli.kept_runs import kept_runs
+from eldr_sim.cli.run_options import (
     GroupedCommand,
     check_out,
     config_from_options,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.option import complete, option, parallel_options, plot_option
-from eldr_sim.cli.option import models as model_names
+from eldr_sim.cli.decorators import complete, option, parallel_options, plot_option
+from eldr_sim.cli.decorators import models as model_names
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism

@@ -13,7 +13,7 @@ import click
 from click import IntRange
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.option import option
+from eldr_sim.cli.decorators import option
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS

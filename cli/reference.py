@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import click
 
-from eldr_sim.cli.option import complete
-from eldr_sim.cli.options import TITLES, default_of, described, is_switch, metavar_of, plain
+from eldr_sim.cli.decorators import complete
+from eldr_sim.cli.run_options import TITLES, default_of, described, is_switch, metavar_of, plain
 from eldr_sim.docstrings import described_fields
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.groups import GROUPS

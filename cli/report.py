@@ -8,8 +8,8 @@ import click
 from click import FloatRange, IntRange
 
 from eldr_sim.cli.console import print_table
-from eldr_sim.cli.option import option
-from eldr_sim.cli.options import GroupedCommand, config_from_options, run_options
+from eldr_sim.cli.decorators import option
+from eldr_sim.cli.run_options import GroupedCommand, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.reports.explanation import (
     Explanation,

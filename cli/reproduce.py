@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import eldr_sim
-from eldr_sim.cli.option import Decorator, option, output, together
+from eldr_sim.cli.decorators import Decorator, option, output, together
 from eldr_sim.cli.study import RESUME, Known, run_figures
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
-from eldr_sim.cli.option import OUTPUT, option, output
-from eldr_sim.cli.options import (
+from eldr_sim.cli.decorators import OUTPUT, option, output
+from eldr_sim.cli.run_options import (
     GroupedCommand,
     check_out,
     config_from_options,

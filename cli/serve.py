@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 from click import FloatRange, IntRange
 
-from eldr_sim.cli.option import complete, option, output, policies, together
-from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options, run_options
+from eldr_sim.cli.decorators import complete, option, output, policies, together
+from eldr_sim.cli.run_options import GroupedCommand, check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 
 _FILE = click.Path(dir_okay=False, path_type=Path)

@@ -9,9 +9,9 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
+from eldr_sim.cli.decorators import option, output, with_pictures
 from eldr_sim.cli.kept_runs import kept_runs, unfinished
-from eldr_sim.cli.option import option, output, with_pictures
-from eldr_sim.cli.options import check_out
+from eldr_sim.cli.run_options import check_out
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress
 from eldr_sim.planning.studies.figures import (

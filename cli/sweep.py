@@ -10,7 +10,7 @@ import click
 import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
-from eldr_sim.cli.option import option
+from eldr_sim.cli.decorators import option
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import Backend, expected_tokens
 from eldr_sim.planning.runs.sweep import COMPLETED, FAILED, SweepResult

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_table, print_written, progress_bar
-from eldr_sim.cli.option import option
-from eldr_sim.cli.options import check_file
+from eldr_sim.cli.decorators import option
+from eldr_sim.cli.run_options import check_file
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.model import RoutingModel

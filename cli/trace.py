@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, print_written
+from eldr_sim.cli.decorators import complete, option, plot_option, traces
 from eldr_sim.cli.lazy import LazyGroup
-from eldr_sim.cli.option import complete, option, plot_option, traces
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.imports.formats import READERS
 from eldr_sim.traces.routing.manifest import FILE_NAMES, REFERENCE_TRACE, builtin_traces, one_phase
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eldr_sim.validation.trace_report import TraceReport
 
 
-from eldr_sim.cli.option import models
+from eldr_sim.cli.decorators import models
 
 _COMMANDS = {
     "capture": ("capture:capture", "Record a routing trace from a real engine."),
@@ -84,7 +84,7 @@ def formats() -> None:
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
     # Imported here: the other commands need none of it.
-    from eldr_sim.cli.options import check_out
+    from eldr_sim.cli.run_options import check_out
     from eldr_sim.traces.routing.format import open_trace
     from eldr_sim.traces.routing.imports.importers import DECODE_ONLY
     from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report

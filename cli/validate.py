@@ -13,9 +13,9 @@ from pyarrow import csv
 
 from eldr_sim.cli.calibrate import results_and_configs
 from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
-from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
-from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options, run_options
+from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option
 from eldr_sim.cli.published import bands, published
+from eldr_sim.cli.run_options import GroupedCommand, check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.results import result_folder, write_json

@@ -22,7 +22,7 @@ _NO_CACHE_YET = {
 }
 
 
-class Ask(NamedTuple):
+class CompletionRequest(NamedTuple):
     """A request for a completion."""
 
     body: dict[str, Any]  #: what the client has sent
@@ -32,7 +32,7 @@ class Ask(NamedTuple):
     max_tokens: int | None  #: most output tokens; None where the client sets no limit
 
 
-def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
+def parse_body(raw: bytes, *, handed_over: bool) -> CompletionRequest:
     """Read a request's body, JSON. Raises ValueError (InputError is one) if it is no object, or
     cannot be handed over.
 
@@ -52,7 +52,9 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     prompt = body.get("prompt")
     limits = [body[key] for key in _LIMITS if _is_count(body.get(key))]
     prompt_len = len(prompt) if _is_ids(prompt) else 0
-    return Ask(body, raw, bool(body.get("stream")), prompt_len, limits[-1] if limits else None)
+    return CompletionRequest(
+        body, raw, bool(body.get("stream")), prompt_len, limits[-1] if limits else None
+    )
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ _in_use: ContextVar[set[str] | None] = ContextVar("tables in use", default=None)
 
 
 @contextmanager
-def noting_use() -> Iterator[set[str]]:
+def track_table_use() -> Iterator[set[str]]:
     """Yield the names (`table_name`) of the user's tables that are found in this block."""
     used: set[str] = set()
     token = _in_use.set(used)

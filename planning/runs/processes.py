@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar
 
-from eldr_sim.news import HARMLESS
+from eldr_sim.phases import HARMLESS
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
-from eldr_sim.news import tell
+from eldr_sim.phases import report_phase
 from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.runner import Point, check_backend, config_key, run_points
 from eldr_sim.simulator.run import tell_of_compiling
@@ -44,7 +44,7 @@ class Runs:
     def tell(self) -> None:
         """Say on the terminal that a search begins, and what ends it."""
         kept = "nothing is written" if self.journal is None else "--resume goes on with its runs"
-        tell(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
+        report_phase(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
         tell_of_compiling()
         self._telling = True
 
@@ -68,7 +68,7 @@ class Runs:
         if points and self._telling:
             self._telling = False
             about = f", about {self.expected} runs" if self.expected else ""
-            tell(f"simulating{about}")
+            report_phase(f"simulating{about}")
         with closing(run_points(points, self.jobs)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:

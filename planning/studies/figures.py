@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
-from eldr_sim.kinds import Progress, silent
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.planning.slo import Interval, paired_percent
@@ -102,7 +102,7 @@ class Runner:
     runs ended."""
 
     def __init__(
-        self, base: dict[str, Any], jobs: int | None = None, progress: Progress = silent
+        self, base: dict[str, Any], jobs: int | None = None, progress: Progress = no_progress
     ) -> None:
         self.base = base
         self._runs = Runs(jobs, lambda done, asked: progress(done / asked))

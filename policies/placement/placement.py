@@ -38,7 +38,7 @@ class Placement:
         held[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
         return held
 
-    def behind(self, n: int) -> "Placement":
+    def with_rank_offset(self, n: int) -> "Placement":
         """Return the placement on the ranks behind ``n`` others, which hold nothing."""
         load = None if self.load is None else np.pad(self.load, ((0, 0), (n, 0)))
         return Placement(self.expert, self.rank + n, self.n_ranks + n, load) if n else self

@@ -152,7 +152,7 @@ def with_switches(
     return [*said, *(Target(name, wish) for name, wish in left.items())]
 
 
-def up(workers: float) -> int:
+def whole_workers(workers: float) -> int:
     """Return the fewest whole workers that are so many, up to a rounding error; at least 0."""
     return max(0, math.ceil(workers - 1e-9))
 

@@ -132,7 +132,7 @@ class LlmdTokens(VariantAutoscaler):
         each = np.minimum(np.where(full, pool.running_tokens, usual), most)
         capacity = float(np.median(each))
         if demand > own.more * capacity * pool.workers:
-            return base.up(demand / own.more / capacity)
+            return base.whole_workers(demand / own.more / capacity)
         spare = capacity * pool.ready - demand / own.less
         return max(1, pool.workers - math.floor(max(0.0, spare) / capacity))
 
@@ -179,7 +179,7 @@ class LlmdLatency(VariantAutoscaler):
         asked = pool.name, pool.prompt_tokens, pool.output_tokens
         if asked not in self._highest:
             self._highest[asked] = self.highest_rate(self.facts.of(pool.name), *asked[1:])
-        return max(1, base.up(rate / self._highest[asked]))
+        return max(1, base.whole_workers(rate / self._highest[asked]))
 
     def highest_rate(self, facts: base.PoolFacts, prompt: float, output: float) -> float:
         """Return the requests/s of a worker that keep both targets, 1% of the most at least."""

@@ -64,7 +64,7 @@ def total(pool: base.PoolView, metric: Metric) -> float:
     return float(pool.in_flight if metric == "in_flight" else getattr(pool, metric).sum())
 
 
-class Wishes:
+class ScaleRequests:
     """The largest wish of the last seconds, as Kubernetes' HPA stabilises what goes down.
 
     The first stands beside the workers that there are (``recordInitialRecommendation``)."""
@@ -112,7 +112,7 @@ class HorizontalPodAutoscaler(base.Autoscaler):
 
     def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        self._wishes = Wishes()
+        self._wishes = ScaleRequests()
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the wish of each pool, limited upwards and stabilised downwards."""
@@ -121,7 +121,7 @@ class HorizontalPodAutoscaler(base.Autoscaler):
     def _wish(self, pool: base.PoolView, now_s: float) -> int:
         own, n = self.told, pool.workers
         load = total(pool, own.metric) / own.target
-        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, base.up(load))
+        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, base.whole_workers(load))
         self._wishes.note(pool, now_s, wish)
         steady = self._wishes.largest(pool, now_s - own.down_s)
         if wish > n:
@@ -152,14 +152,18 @@ class Keda(base.Autoscaler):
 
     def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        self._wishes = Wishes()
+        self._wishes = ScaleRequests()
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the demand of each pool, guarded against overshoot."""
         targets = []
         for pool in fleet.pools:
             queue, running = total(pool, "waiting"), total(pool, "running")
-            wish = max(1, base.up(queue / self.told.queue), base.up(running / self.told.running))
+            wish = max(
+                1,
+                base.whole_workers(queue / self.told.queue),
+                base.whole_workers(running / self.told.running),
+            )
             if wish > pool.workers:
                 wish = max(wish - pool.starting, pool.workers)
             self._wishes.note(pool, fleet.now_s, wish)
@@ -200,7 +204,7 @@ class Knative(base.Autoscaler):
         self._panics_until: dict[str, float] = {}
         self._most: dict[str, int] = {}
 
-    def panics(self, pool: str, now_s: float) -> bool:
+    def in_panic_window(self, pool: str, now_s: float) -> bool:
         """Whether a pool is in panic."""
         return now_s < self._panics_until.get(pool, -1.0)
 
@@ -215,14 +219,19 @@ class Knative(base.Autoscaler):
             seen.popleft()
         each = own.target * own.utilisation
         slow, fast = (
-            max(1, base.up(float(np.mean([n for at, n in seen if at > now_s - length])) / each))
+            max(
+                1,
+                base.whole_workers(
+                    float(np.mean([n for at, n in seen if at > now_s - length])) / each
+                ),
+            )
             for length in (own.window, own.window / 10.0)
         )
         if fast >= own.panic * max(1, pool.ready):
-            if not self.panics(pool.name, now_s):
+            if not self.in_panic_window(pool.name, now_s):
                 self._most[pool.name] = pool.workers
             self._panics_until[pool.name] = now_s + own.window
-        if not self.panics(pool.name, now_s):
+        if not self.in_panic_window(pool.name, now_s):
             return slow
         self._most[pool.name] = max(self._most[pool.name], fast)
         return self._most[pool.name]

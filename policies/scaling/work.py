@@ -14,7 +14,7 @@ from pydantic import Field
 from eldr_sim.arrays import Floats
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.scaling import base
-from eldr_sim.policies.scaling.metrics import Wishes
+from eldr_sim.policies.scaling.metrics import ScaleRequests
 
 _FILTERS = 12  #: of `Trend`
 _DEARER = 1.1  #: work of a request from which a wider group counts as a dearer one
@@ -78,7 +78,7 @@ class DynamoLoad(base.Autoscaler):
         running = int(pool.running[w])
         if not running:
             return 0.0
-        batch = min(facts.max_num_seqs, base.up(running * share / facts.engines))
+        batch = min(facts.max_num_seqs, base.whole_workers(running * share / facts.engines))
         return facts.step_s(batch, 64.0 * round(float(pool.running_tokens[w]) / running / 64.0))
 
 
@@ -119,7 +119,7 @@ class DynamoThroughput(base.Autoscaler):
                     self.told.itl / 1e3,
                     False,
                 )
-                targets.append(base.Target(pool.name, max(1, base.up(rate * work))))
+                targets.append(base.Target(pool.name, max(1, base.whole_workers(rate * work))))
         return targets
 
 
@@ -329,7 +329,7 @@ class Seconds(base.Autoscaler):
         super().__init__(context, parameters)
         self._trends: dict[str, Trend] = defaultdict(Trend)
         self._mean: dict[str, tuple[float, float, float]] = {}
-        self._wishes = Wishes()
+        self._wishes = ScaleRequests()
         self._may_miss: dict[str, float] = defaultdict(float)  # requests, so far
 
     def decide(self, fleet: base.Fleet) -> base.Decision:

@@ -26,7 +26,7 @@ from eldr_sim.serving.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Counters, Fleet
-from eldr_sim.serving.router.passage import Passage, Route, SignatureReader
+from eldr_sim.serving.router.request_handler import RequestHandler, Route, SignatureReader
 from eldr_sim.serving.router.tasks import silent_if_broken
 from eldr_sim.serving.router.upstream import TooLong, whole
 
@@ -176,8 +176,8 @@ class _Proxy:
             return http.error_answer(400, str(error)), "refused"
         to = Route(request.path, headers, next(self._numbers), name)
         fleet, signatures = self._fleet, self._signatures
-        passage = Passage(fleet, signatures, self._write, asked, to, self.intake)
-        return await passage.run(request)
+        handler = RequestHandler(fleet, signatures, self._write, asked, to, self.intake)
+        return await handler.run(request)
 
     def _write(self, **entry: object) -> None:
         if self._log is None:

@@ -54,7 +54,9 @@ def placements_of(
                         placed.group.slots_per_rank,
                     )
                 )
-            placements += [placed.placement.behind(engine.parallelism.first_expert_rank)] * size
+            placements += [
+                placed.placement.with_rank_offset(engine.parallelism.first_expert_rank)
+            ] * size
     return placements, movable
 
 

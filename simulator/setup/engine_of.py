@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import load_tables
-from eldr_sim.kernel_profiles.tables.library import Engine, note_use, noting_use
+from eldr_sim.kernel_profiles.tables.library import Engine, note_use, track_table_use
 from eldr_sim.kernel_profiles.tables.providers import provided_tables
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
@@ -177,7 +177,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
 def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozenset[str]]:
     """Return the step times, and the user's ``tables`` that they come from."""
     own = load_tables(tables)
-    with noting_use() as used:
+    with track_table_use() as used:
         built = build_step_time_model(tables=own, **about)
     if built.missing:
         of = about["gpu"], about["model"], about["parallelism"], about["engine"]

@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.kernel_profiles.tables.format import load_tables
-from eldr_sim.kernel_profiles.tables.library import noting_use
+from eldr_sim.kernel_profiles.tables.library import track_table_use
 from eldr_sim.policies import registry
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
@@ -86,7 +86,7 @@ def prepare(
     if config.cluster.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
         problem = "no worker has several engines"
         raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
-    with noting_use() as used:
+    with track_table_use() as used:
         # The last pool first: of two mistakes the one of its workers is told.
         engines = [engine_of(config, pool, model) for pool in reversed(config.pools)][::-1]
     if any(engine.layout != engines[0].layout for engine in engines if engine.layout):

@@ -10,14 +10,14 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.policies import registry
 from eldr_sim.simulator.setup.config.requests import RoutingConfig
 from eldr_sim.simulator.setup.replay import fit_trace
-from eldr_sim.traces.requests.texts import Texts, draw_texts, wanted_domains
+from eldr_sim.traces.requests.texts import PromptSource, draw_texts, wanted_domains
 from eldr_sim.traces.routing.forced import forced
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.traces.routing.synthetic.presets import Band
 
 
-def texts_of(workload: str, routing: RoutingConfig, trace: RoutingTrace | None) -> Texts:
+def texts_of(workload: str, routing: RoutingConfig, trace: RoutingTrace | None) -> PromptSource:
     """Return the texts that a run's requests are dealt, the trace's or drawn ones."""
     return draw_texts(_domains(workload, routing)) if trace is None else trace.texts
 

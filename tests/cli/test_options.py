@@ -9,9 +9,9 @@ import click
 import pyarrow.parquet as pq
 import pytest
 
+from eldr_sim.cli.decorators import OUTPUT, OWN
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.option import OUTPUT, OWN
-from eldr_sim.cli.options import TITLES, config_from_options, run_options
+from eldr_sim.cli.run_options import TITLES, config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS

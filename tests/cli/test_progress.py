@@ -52,14 +52,14 @@ def test_what_is_prepared_says_its_share_and_the_time_left(clock, capsys):
 
 
 def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_path):
-    from eldr_sim.news import listening
+    from eldr_sim.phases import phases_shown_by
     from eldr_sim.traces.routing.synthetic import drawn
 
     monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path))
     told = []
     monkeypatch.setattr(drawn, "SERVING", 40)
     monkeypatch.setattr(drawn, "CALIBRATION", 8)
-    with listening(lambda what, share: told.append((what, share))):
+    with phases_shown_by(lambda what, share: told.append((what, share))):
         trace = drawn.drawn_trace("Qwen3-30B-A3B", drawn.Shape(2, 128, 8), (("code", 1.0),))
         assert trace.for_calibration.is_calibration.all()
     whats = list(dict.fromkeys(what for what, _ in told))

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.cli.options import complete_setting, config_from_options, is_switch, run_options
+from eldr_sim.cli.run_options import complete_setting, config_from_options, is_switch, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.setup.config.groups import GROUP_OF, RUN_FIELDS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.cli.run_options import config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
 from eldr_sim.simulator.outcome.metrics import warnings_of

@@ -19,7 +19,7 @@ import pytest
 import eldr_sim
 from eldr_sim.cli.compare import varied
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.studies.figures import choose

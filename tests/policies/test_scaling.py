@@ -113,7 +113,7 @@ def test_knative_panics_and_never_goes_down_then():
         n = wish(rule, at, view(2, running=60, starting=n - 2))
         seen.append(n)
     assert max(seen) == seen[-1] == 6
-    assert rule.panics("decode", 72)
+    assert rule.in_panic_window("decode", 72)
     for at in range(72, 120, 2):  # nobody is left, and it stays in panic
         assert wish(rule, at, view(6)) == 6
     later = [wish(rule, at, view(6)) for at in range(120, 200, 2)]
@@ -419,6 +419,6 @@ def test_a_trend_of_poisson_counts_finds_their_rate_and_its_change(rate):
 
 
 def test_a_rounding_error_takes_no_worker():
-    from eldr_sim.policies.scaling.base import up
+    from eldr_sim.policies.scaling.base import whole_workers
 
-    assert [up(x) for x in (3 * 0.1 / 0.1, 3.01, 0.0, -1.0)] == [3, 4, 0, 0]
+    assert [whole_workers(x) for x in (3 * 0.1 / 0.1, 3.01, 0.0, -1.0)] == [3, 4, 0, 0]

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.reports.explorer.points import around, command_of, config_of, plane
 from eldr_sim.reports.explorer.server import Explorer

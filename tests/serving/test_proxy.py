@@ -13,8 +13,8 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import EngineSignals, Router
-from eldr_sim.serving.router.passage import SignatureReader
 from eldr_sim.serving.router.proxy import make_app
+from eldr_sim.serving.router.request_handler import SignatureReader
 from eldr_sim.serving.router.signals import parse_metrics
 from eldr_sim.traces.routing.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.engines.client import join_proxy_log, prefill_ahead, send_load

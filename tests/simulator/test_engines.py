@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.cli.api import options_of
-from eldr_sim.cli.options import config_from_options
 from eldr_sim.cli.run import run
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate

@@ -123,7 +123,7 @@ def grouped_cluster(
         used = n_experts + rng.integers(n_redundant + 1, size=(trace_layers, 1))
         expert[np.arange(expert.shape[1]) >= used] = EMPTY
         load = rng.gamma(1.0, size=(trace_layers, ranks))
-        placements += [Placement(expert, owner, ranks, load).behind(first)] * size
+        placements += [Placement(expert, owner, ranks, load).with_rank_offset(first)] * size
     pools = {
         name: dataclasses.replace(
             growing(getattr(spec, name)),

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
 from eldr_sim.traces.requests.load_shapes import load_shape

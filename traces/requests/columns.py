@@ -19,7 +19,7 @@ class Requests:
     #: int32 ``[n]``, tokens to prefill and to generate, each at least 1.
     prompt_len: Int32s
     output_len: Int32s
-    #: int32 ``[n]``: text of the prompt (`Texts`), of its last block where blocks have their own.
+    #: int32 ``[n]``: prompt of the `PromptSource`, or that of its last block for blocks of a log.
     text: Int32s
     domain: NDArray[np.int16]  #: int16 ``[n]``, index into the texts' domains
     session: Int32s  #: int32 ``[n]``; requests of one conversation share a number

@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_sim.arrays import Array, Int32s
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.texts import Texts
+from eldr_sim.traces.requests.texts import PromptSource
 from eldr_sim.traces.streams import stream
 
 _LONGEST = 2**31 - 1
@@ -47,7 +47,9 @@ def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> 
     return stream(seed, purpose).integers(low, high + 1, n).astype(np.int32)
 
 
-def describe_lengths(texts: Texts, text: Array, prompt: Array, output: Array) -> dict[str, Any]:
+def describe_lengths(
+    texts: PromptSource, text: Array, prompt: Array, output: Array
+) -> dict[str, Any]:
     """Describe the lengths of all requests, and how far prompts exceed recorded ones."""
     described = told_lengths(prompt, output)
     if texts.has_rows:

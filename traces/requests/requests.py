@@ -22,11 +22,11 @@ from eldr_sim.traces.requests.logs.request_logs import RequestLog, chain_blocks
 from eldr_sim.traces.requests.prefixes import assign_blocks, share_prefixes
 from eldr_sim.traces.requests.prompt_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.sessions import unfold, with_answers
-from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
+from eldr_sim.traces.requests.texts import PromptSource, resolve_domain_mix
 from eldr_sim.traces.streams import stream
 
 
-def make_requests(texts: Texts, load: Load) -> Requests:
+def make_requests(texts: PromptSource, load: Load) -> Requests:
     """Make requests: the same bits on every machine. Raises InputError."""
     load.check()
     log = load.log()
@@ -139,7 +139,7 @@ class _Mix(NamedTuple):
     description: dict[str, Any]
 
 
-def _mix(texts: Texts, load: Load, arrival_s: Floats) -> _Mix:
+def _mix(texts: PromptSource, load: Load, arrival_s: Floats) -> _Mix:
     """Return the shares of the domains, as they move."""
     shares, source = resolve_domain_mix(texts, load.workload, load.domain_mix)
     end: dict[str, float] = {}
@@ -159,7 +159,7 @@ def _mix(texts: Texts, load: Load, arrival_s: Floats) -> _Mix:
     return _Mix(shares, end, moved, described)
 
 
-def _deal(texts: Texts, mix: _Mix, n: int, seed: int) -> Ints:
+def _deal(texts: PromptSource, mix: _Mix, n: int, seed: int) -> Ints:
     """Deal each request a text of a domain drawn by the mix."""
     names = list(mix.shares)
     edges = np.cumsum([mix.shares[name] for name in names])
@@ -194,7 +194,7 @@ class _Prefixes(NamedTuple):
 
 
 def _prefixes(
-    texts: Texts, load: Load, log: RequestLog | None, text: Ints
+    texts: PromptSource, load: Load, log: RequestLog | None, text: Ints
 ) -> tuple[Ints, _Prefixes]:
     """Return the texts of requests, some of which go on with another's, and what prompts share. A
     prompt that all copies of a text share is a single block, as long as the longest."""
@@ -216,7 +216,9 @@ def _prefixes(
     return text, _Prefixes(none, 0 * one_each, text[:0], 0, described)
 
 
-def _lengths(texts: Texts, load: Load, log: RequestLog | None, text: Ints) -> tuple[Int32s, Int32s]:
+def _lengths(
+    texts: PromptSource, load: Load, log: RequestLog | None, text: Ints
+) -> tuple[Int32s, Int32s]:
     n = len(text)
     prompt = texts.prompt_len[text] if log is None else log.prompt_len[:n]
     if load.input_len is not None:

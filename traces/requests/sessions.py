@@ -19,12 +19,12 @@ from eldr_sim.traces.streams import stream
 
 if TYPE_CHECKING:
     from eldr_sim.traces.requests.columns import Requests
-    from eldr_sim.traces.requests.texts import Texts
+    from eldr_sim.traces.requests.texts import PromptSource
 
 _MOST_TURNS, _MOST_REQUESTS = 10_000, 20_000_000
 
 
-def unfold(first: Requests, texts: Texts, load: Any) -> Requests:
+def unfold(first: Requests, texts: PromptSource, load: Any) -> Requests:
     """Return all turns of sessions, one by one, which the requests ``first`` begin."""
     shape, seed, n = load.session, load.seed, len(first)
     turns = shape.turns.whole(stream(seed, "session-turns"), n, _MOST_TURNS)

@@ -51,14 +51,14 @@ def wanted_domains(
     return tuple(weights.items())
 
 
-#: Texts drawn of each split: twice as many to serve change no median by a point
+#: Prompts drawn of each split: twice as many to serve change no median by a point
 #: (studies/synthetic); ELDR calibrates on 1,000 (Sec. 6).
 SERVING, CALIBRATION = 1000, 1000
 OUTPUT_LEN = 64  #: generated tokens: more change no median either
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class PromptSource:
     """Prompts with their answers, one array entry each."""
 
     name: str  #: where they are from, for errors
@@ -83,7 +83,7 @@ class Texts:
 
 
 @lru_cache(maxsize=8)
-def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
+def draw_texts(domains: tuple[tuple[str, float], ...]) -> PromptSource:
     """Draw the served texts of domains with weights, as long as those of their data sets."""
     names = [name for mix in DOMAIN_MIXES.values() for name in mix]
     weights = dict(domains)
@@ -91,7 +91,7 @@ def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
     domain = np.concatenate([take_turns(shares, n) for n in (CALIBRATION, SERVING)])
     prompt_len = draw_prompt_lengths([names[d] for d in domain], seed=0)[CALIBRATION:]
     used, domain = np.unique(domain, return_inverse=True)
-    return Texts(
+    return PromptSource(
         "drawn",
         [names[d] for d in used],
         domain[CALIBRATION:].astype(np.int16),
@@ -102,7 +102,7 @@ def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
 
 
 def resolve_domain_mix(
-    texts: Texts,
+    texts: PromptSource,
     workload: str,
     domain_mix: Mapping[str, float] | None = None,
     field: str = "domain_mix",

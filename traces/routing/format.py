@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import reading
 from eldr_sim.parquet import numbers, read_table
-from eldr_sim.traces.requests.texts import Texts
+from eldr_sim.traces.requests.texts import PromptSource
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.bitsets import check_ids, count_rows, kept_bits
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
@@ -104,10 +104,10 @@ class RoutingTrace:
         return replace(self.calibration_apart(), kept_top_k=self.kept_top_k)
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> PromptSource:
         """What requests are dealt from: the trace's own, without their experts."""
         lengths = self.prompt_len, self.output_len
-        return Texts(
+        return PromptSource(
             self.path.name, self.domains, self.domain, *lengths, ~self.is_calibration,
             self.has_prompts,
         )  # fmt: skip

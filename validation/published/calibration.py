@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.calibration import Calibration, Measured
-from eldr_sim.kinds import Progress, silent
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
@@ -120,7 +120,7 @@ class Predictions:
     """Predictions of runs under calibrations, each simulated once. ``folder``: for files."""
 
     folder: Path
-    progress: Progress = silent
+    progress: Progress = no_progress
     _known: dict[tuple[str, tuple[float, ...]], dict[str, float]] = field(default_factory=dict)
 
     def of(self, run: MeasuredRun, values: Floats) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.kinds import Progress, silent
+from eldr_sim.kinds import Progress, no_progress
 
 #: Figures, or why there are none.
 Found = dict[str, float] | str
@@ -17,7 +17,7 @@ def predicted(
     tasks: Mapping[str, Callable[[], Found]],
     journal: Path,
     jobs: int | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> dict[str, Found]:
     """Call all tasks that the journal does not hold, in their order; return what all yield by key.
 

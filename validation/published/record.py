@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
-from eldr_sim.kinds import Progress, silent
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.outputs import markdown_table
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.validation.published import advice, silicon_rows
@@ -121,7 +121,7 @@ def sample(rows: Sequence[Row], every: int) -> list[Row]:
 
 
 def predict_record(
-    rows: Sequence[Row], folder: Path, jobs: int | None = None, progress: Progress = silent
+    rows: Sequence[Row], folder: Path, jobs: int | None = None, progress: Progress = no_progress
 ) -> dict[str, dict[str, float] | str]:
     """Predict all rows that can be, those of few tokens first; return figures, ms, or why not, by
     `Row.key`. ``folder``: of journal, gone on with, tables and traces."""

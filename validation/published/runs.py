@@ -17,7 +17,7 @@ from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kinds import Progress, silent
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
@@ -159,7 +159,10 @@ def predict(run: PublishedRun) -> dict[str, float] | str:
 
 
 def predict_runs(
-    runs: Iterable[PublishedRun], folder: Path, jobs: int | None = None, progress: Progress = silent
+    runs: Iterable[PublishedRun],
+    folder: Path,
+    jobs: int | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, dict[str, float] | str]:
     """Predict rows, model by model (their routing is drawn once); returns predictions, or why there
     are none, by name. ``folder``: of a journal, which is continued."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eldr_sim.serving.router.passage import SignatureReader
+from eldr_sim.serving.router.request_handler import SignatureReader
 from eldr_sim.validation.live.engine_log import read_engine_log
 from eldr_sim.validation.live.engines.run_writer import steps_table
 from eldr_sim.validation.live.live_run import read_live_run

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
-from eldr_sim.news import tell
+from eldr_sim.phases import report_phase
 from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
@@ -85,7 +85,7 @@ def _split(
     doing = f"drawing the {split} routing of {model}, once on this machine"
 
     def draw(folder: Path) -> None:
-        _draw(preset, band, shape, domains, split, folder, progress=partial(tell, doing))
+        _draw(preset, band, shape, domains, split, folder, progress=partial(report_phase, doing))
 
     for kept in (cache.find, partial(cache.keep_folder, write=draw, doing=doing)):
         found = kept(cache.TRACES, name)

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.kinds import Progress, Row, silent
+from eldr_sim.kinds import Progress, Row, no_progress
 from eldr_sim.outputs import write_rows
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.routing.format import open_trace
@@ -30,7 +30,7 @@ from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, simul
 
 
 def write_report(
-    campaign: Path, out: Path, *, force: bool = False, progress: Progress = silent
+    campaign: Path, out: Path, *, force: bool = False, progress: Progress = no_progress
 ) -> Row:
     """Simulate the runs of a campaign again, compare, and write the report; returns
     ``comparison.json``. Raises InputError if the campaign is incomplete, its runs differ in model,

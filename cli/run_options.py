@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 from pydantic.fields import FieldInfo
 
-from eldr_sim.cli.option import (
+from eldr_sim.cli.decorators import (
     OUTPUT,
     OWN,
     Completer,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.policies.base import RequestInfo
-from eldr_sim.serving.bodies import TOKENIZED, Ask, prefill_body
+from eldr_sim.serving.bodies import TOKENIZED, CompletionRequest, prefill_body
 from eldr_sim.serving.http import Intake, error_answer, error_body
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.engine import Engine
@@ -78,7 +78,7 @@ class Route(NamedTuple):
     name: str  #: ``X-Request-Id``
 
 
-class Passage:
+class RequestHandler:
     """A request's way through the router.
 
     To a prefill engine, where there are any, and with what that says of the KV cache to a decode
@@ -93,7 +93,7 @@ class Passage:
         fleet: Fleet,
         signatures: SignatureReader | None,
         write: Callable[..., None],
-        asked: Ask,
+        asked: CompletionRequest,
         route: Route,
         intake: Intake,
     ) -> None:

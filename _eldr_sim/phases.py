@@ -1,4 +1,4 @@
-"""What a long command does before its first figures: told where it is done, shown by commands."""
+"""Phases of a long command before its first figures: reported where they happen, then shown."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,21 +11,21 @@ _listeners: list[Listener] = []
 HARMLESS = "eldr-sim "
 
 
-def tell(what: str, share: float | None = None) -> None:
-    """Say what is being done, such as ``drawing the routing of Qwen3-30B-A3B``, and which share of
-    it is done, 0 to 1; often there is no listener."""
+def report_phase(what: str, share: float | None = None) -> None:
+    """Report a phase, such as ``drawing the routing of Qwen3-30B-A3B``, and which share of
+    it is done, 0 to 1; without a listener this does nothing."""
     for listener in _listeners:
         listener(what, share)
 
 
-def heard() -> bool:
-    """Return whether there is a listener; what takes time to find out need not be otherwise."""
+def has_listener() -> bool:
+    """Return whether there is a listener; without one, slow descriptions need not be made."""
     return bool(_listeners)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Have what is told in this block shown."""
+def phases_shown_by(listener: Listener) -> Iterator[None]:
+    """Pass the phases that are reported in this block to a listener."""
     _listeners.append(listener)
     try:
         yield
