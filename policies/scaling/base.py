@@ -17,7 +17,8 @@ from eldr_sim.policies.scaling.facts import Offered, PoolFacts, ScalingContext
 
 __all__ = [
     "OF_TIMES", "Autoscaler", "Decision", "Fleet", "Offered", "PoolFacts", "PoolView",
-    "ScalingContext", "ScalingParameters", "Switch", "Target", "remembered", "whole_workers", "with_switches",
+    "ScalingContext", "ScalingParameters", "Switch", "Target", "remembered", "whole_workers",
+    "with_switches",
 ]  # fmt: skip
 
 #: `Autoscaler.factors` of targets that are times, alike for all rules.
