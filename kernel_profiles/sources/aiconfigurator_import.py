@@ -135,10 +135,10 @@ def import_tables(
     have no rows of the model. Raises InputError: no package, no such GPU in it, or the model cannot
     be spread so.
 
-    ``model``: whose MoE and attention tables, and FP8 GEMMs where its layers are of these; None:
-    the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``parallelism``: of one GPU's part;
-    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``; ``version``: of it,
-    rows up to which come before newer ones; ``parts``: ``all``, ``attention``,
+    ``model``: whose MoE and attention tables, and GEMMs of the types of its matrices; None: the
+    GPU's bfloat16, FP8 and NVFP4 GEMMs, collectives, dispatch and combine; ``parallelism``: of
+    one GPU's part; ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``;
+    ``version``: of it, rows up to which come before newer ones; ``parts``: ``all``, ``attention``,
     ``linear`` attention or ``moe``."""
     if model is None:
         return save_tables(_gpu_tables(gpu, Engine(engine, version)), out_dir)
@@ -175,7 +175,8 @@ def _kernel(table: LatencyTable) -> tuple[object, ...]:
 
 
 def _gpu_tables(gpu: str, engine: Engine) -> Iterator[LatencyTable]:
-    yield from aiconfigurator.gemm_tables(gpu, "bfloat16", *engine)
+    for dtype in ("bfloat16", "fp8", "nvfp4"):
+        yield from aiconfigurator.gemm_tables(gpu, dtype, *engine)
     yield from collective_tables(gpu)
     yield from all_to_all_tables(gpu)
 
@@ -198,5 +199,7 @@ def _model_tables(
         for kv_dtype in kv_dtypes:
             own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
             yield from aiconfigurator.attention_tables(gpu, own, *engine)
-    if parts == "all" and model.linear_dtype != "bfloat16":
-        yield from aiconfigurator.gemm_tables(gpu, model.linear_dtype, *engine)
+    stored = [model.dtype_of(part) for part, _, _ in model.matrices]
+    for dtype in dict.fromkeys([*stored, model.head_dtype] if parts == "all" else ()):
+        if dtype != "bfloat16":
+            yield from aiconfigurator.gemm_tables(gpu, dtype, *engine)
