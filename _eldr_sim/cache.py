@@ -220,7 +220,8 @@ def keep_folder(
     part: str, name: str, write: Callable[[Path], object], doing: str = ""
 ) -> Path | None:
     """Make a folder of the cache by ``write``, whole or not at all, and make room for it; one made
-    meanwhile stays. Returns its path, or None, after a warning. ``doing``: what is told first."""
+    meanwhile stays. Returns its path, or None, after a warning.
+    ``doing``: the phase to report."""
     limit = size_limit()
     place = writable_folder(part)
     if place is None:

@@ -19,7 +19,7 @@ class InputError(ValueError):
 
 def needed(package: str, field: str, allowed: str = "pip install 'eldr-sim[live]'") -> Any:
     """Import an optional package, or a module of it; InputError where it is not installed.
-    ``field``: who needs it; ``allowed``: how to install it."""
+    ``field``: what needs it; ``allowed``: how to install it."""
     top = package.partition(".")[0]
     try:
         import_module(top)  # a module of it may be loaded although it cannot be imported

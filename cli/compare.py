@@ -177,7 +177,7 @@ def compared_values(
 
 
 def check_values(several: Mapping[str, object], asked: Mapping[str, object]) -> None:
-    """Raise InputError for another comparison that is asked for beside one of values."""
+    """Raise InputError for another comparison beside one of values."""
     if beside := next((name for name in INSTEAD if asked.get(name)), None):
         field = INSTEAD[beside]
         raise InputError(field, f"beside values of {', '.join(several)}", "one of the two")

@@ -123,7 +123,7 @@ def _notebook_display() -> Callable[..., Any] | None:
 
 
 def is_watched() -> bool:
-    """Return whether somebody sees progress: on a terminal, or in a notebook."""
+    """Return whether progress can be seen: on a terminal, or in a notebook."""
     return sys.stderr.isatty() or _notebook_display() is not None
 
 

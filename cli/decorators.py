@@ -130,7 +130,7 @@ def together(*options: Decorator) -> Decorator:
 
 
 def with_pictures(given: bool) -> bool:
-    """Raise InputError, before anything runs, if pictures are asked for and cannot be drawn."""
+    """Raise InputError, before anything runs, if pictures are requested and cannot be drawn."""
     if given:
         needed("matplotlib", "plot", PLOT)
     return given

@@ -22,7 +22,7 @@ _CONSTANT = "each draft accepted alike, given the one before"
 
 
 class Acceptance(NamedTuple):
-    """The acceptance of so many drafts."""
+    """The acceptance for a number of drafts."""
 
     rates: tuple[float, ...]  #: by position
     source: str

@@ -1,4 +1,4 @@
-"""Who serves it? Pure decisions over what a real router could see, usable before a real engine.
+"""Which worker serves a request? Pure decisions over what a real router sees.
 
 ``base`` says what policies are, what they see and what they need; ``choice`` has the one list of
 their names, ``registry`` finds them, those of other packages too (``docs/example_policy``). Symbols

@@ -38,7 +38,7 @@ _COSTS = ("step_times", "rank_moe", "prefill_work", "all_to_all", "placements")
 
 
 class Needs(NamedTuple):
-    """What a policy needs, beside what is asked: declared on its class, checked by the registry.
+    """What a policy needs besides the request: declared on its class, checked by the registry.
 
     It gets nothing else of the run. Where parameters decide, its constructor replaces it."""
 
@@ -54,9 +54,9 @@ class Needs(NamedTuple):
     columns: frozenset[str] = COLUMNS
     """Columns of `Workers` that decide, other than ``healthy``."""
     ends: bool = False
-    """Decode: to hear of completions, ``on_complete``."""
+    """Decode: calls when requests complete, ``on_complete``."""
     blocks: bool = False
-    """Prefill: to hear of cached blocks and computed tokens, ``on_blocks`` and ``on_tokens``."""
+    """Prefill: calls for cached blocks and computed tokens, ``on_blocks`` and ``on_tokens``."""
     matched: bool = False
     """To know of each request how much of its prompt each worker's prefix cache holds."""
     session_signature: bool = False
@@ -125,7 +125,7 @@ class RouterPolicy(Policy):
     def compiled(self, workers: Workers, n_kinds: int) -> CompiledDecisions | None:
         """Return compiled code that decides as ``select`` does, of a policy that reads signatures,
         on these workers, whose columns change with time, and on so many kinds of requests, each of
-        one signature; None: ``select`` is asked."""
+        one signature; None: ``select`` is called."""
         return None
 
     def on_complete(self, request_id: int, worker: int) -> None:

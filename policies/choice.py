@@ -59,7 +59,7 @@ BUILT_IN = _built_in()
 
 
 class Parameters(BaseModel):
-    """What a policy may be told; a policy with parameters has a subclass as ``Parameters``."""
+    """Parameters of a policy; a policy with parameters has a subclass as ``Parameters``."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False

@@ -140,7 +140,7 @@ class Simulation:
         return result
 
     def advance(self, until: float | None = None) -> None:
-        """Let things happen as `run` does, without a result: for who looks at them as they go."""
+        """Let things happen as `run` does, without a result, for observers during the run."""
         cluster, env = self._cluster, self.env
         if until is not None and not until > env.now:
             raise InputError("until", f"{until:g} s", f"above {env.now:g} s, the time now")

@@ -1,4 +1,4 @@
-"""Random streams split by purpose: every random decision of a run draws from one of its own. Two
+"""Random streams split by purpose: every random decision of a run draws from a separate one. Two
 policies under one seed therefore see the same requests, and a change in one decision shifts no
 other."""
 

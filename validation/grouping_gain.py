@@ -151,7 +151,7 @@ def _clusters(points: Floats, n_clusters: int, rng: np.random.Generator) -> Ints
 
 
 def rho_by_prompt(trace: RoutingTrace) -> tuple[int, dict[int, float]]:
-    """Return the requests compared, and rho of signatures of so many tokens; none without 3."""
+    """Return the requests compared, and rho of signatures, by their tokens; none without 3."""
     first, length = trace.recorded_rows(np.arange(trace.n_requests))
     longest = max(PROMPTS)
     some = np.flatnonzero(length >= 2 * longest)

@@ -134,7 +134,7 @@ def _decode_rows(trace: RoutingTrace, lag: int) -> Ints:
 
 
 def reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
-    """Return the share of a generated token's experts that one so many before chose, too."""
+    """Return the share of a token's experts that the token ``lag`` before it chose, by lag."""
     reuse = {}
     for lag in REUSE_LAGS:
         rows = _decode_rows(trace, lag)

@@ -50,7 +50,7 @@ class FrontEndLatency:
         return replace(self, slowdown=self.slowdown * factor)
 
     def time_s(self, part: str, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a part for prompts of so many tokens, shape as ``tokens``."""
+        """Seconds of a part for prompts of these lengths, shape as ``tokens``."""
         knots, seconds = self.curves[part]
         wanted = np.asarray(tokens, np.float64)
         found = np.interp(wanted, knots, seconds)

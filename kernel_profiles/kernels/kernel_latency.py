@@ -248,7 +248,7 @@ class CollectiveLatency:
         return cls(curves, warnings)
 
     def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> Floats:
-        """Seconds of one collective; raises InputError if it was not measured on so many GPUs."""
+        """Seconds of one collective; raises InputError if it was not measured on ``n_gpus``."""
         if (operation, n_gpus) not in self.curves:
             known = ", ".join(f"{name} on {count}" for name, count in self.curves)
             raise InputError("collective", f"{operation!r} on {n_gpus} GPUs", known)
@@ -303,11 +303,11 @@ class EngineStepLatency:
         return cls(f_knots, f_s, g_knots, g_s, errors)
 
     def token_part_s(self, tokens: ArrayLike) -> Floats:
-        """Seconds f of a step of so many tokens."""
+        """Seconds f of a step, by its tokens."""
         return interpolate(tokens, self.tokens, self.tokens_s)
 
     def sequence_part_s(self, sequences: ArrayLike) -> Floats:
-        """Seconds g that so many sequences add."""
+        """Seconds g that sequences add, by their number."""
         return interpolate(sequences, self.sequences, self.sequences_s)
 
 

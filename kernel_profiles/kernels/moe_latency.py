@@ -171,7 +171,7 @@ class MoELatency:
         )
 
     def rank_grid_s(self, tokens: Floats, slots: int, prompts: bool) -> Floats:
-        """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
+        """Table [tokens, slots + 1] of seconds of a rank, by its number of expert slots.
 
         ``tokens``: that this layer's GPU computes, at ``top_k`` experts each; ``slots``: beyond
         those that were measured the last expert's cost goes on; ``prompts``: whether steps hold

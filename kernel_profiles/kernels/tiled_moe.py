@@ -59,7 +59,7 @@ TUNED_FILES = "vLLM 0.32.0's tuned files"
 
 
 def default_tile(tokens: int) -> Tile:
-    """Return the tile that vLLM takes for a step of so many tokens where it has no tuned file."""
+    """Return the tile that vLLM takes for a number of tokens without a tuned file."""
     return DEFAULT_TILES[max(first for first in DEFAULT_TILES if first <= max(tokens, 1))]
 
 
@@ -152,7 +152,7 @@ class TritonRates(NamedTuple):
         return self.bandwidth * flying / (workgroups(self.reference, self.local_bytes) * size)
 
     def tuned_bandwidth(self, tile: Tile, tokens: int) -> float:
-        """Return the bytes/s under the best tile for so many tokens, the default's at least."""
+        """Return the bytes/s under the best tile for a number of tokens, at least the default's."""
         found = max(self.tile_bandwidth(tile), self.tile_bandwidth(default_tile(tokens)))
         return min(found, self.most_bandwidth)
 

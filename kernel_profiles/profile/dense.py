@@ -12,7 +12,7 @@ EPSILON = 1e-6
 
 
 def gemm_rounds(m: int, n: int, k: int, device: Device) -> Sequence[Sequence[Call]]:
-    """Calls of ``[m, k] x [k, n]`` in bfloat16, each with a matrix of its own."""
+    """Calls of ``[m, k] x [k, n]`` in bfloat16, each with a separate matrix."""
     linear = require_torch().nn.functional.linear
     calls, _ = rotation(2 * n * k, 2 * n * k, device.cache_bytes)
     x = randn(device.torch_device, m, k)

@@ -39,7 +39,7 @@ def cpu_name() -> str:
 
 
 def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> list[str]:
-    """Return ``n`` prompts of about so many tokens: ids in a row decoded, or parts of a text."""
+    """Return ``n`` prompts of about ``tokens`` tokens: ids in a row decoded, or parts of a text."""
     rng = np.random.default_rng(tokens)
     if text is None:
         size = tokenizer.get_vocab_size()

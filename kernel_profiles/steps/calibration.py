@@ -54,7 +54,7 @@ class Calibration(BaseModel):
         return self.of is None or (self.of.model, self.of.gpu) == (model, gpu)
 
     def at(self, tokens: ArrayLike) -> Floats:
-        """Return the factor of kernels in steps of so many tokens; shape as ``tokens``."""
+        """Return the factor of kernels in steps, by their tokens; shape as ``tokens``."""
         logs = np.log([self.decode_kernels, self.prefill_kernels])
         return np.exp(np.interp(np.log(np.maximum(tokens, 1.0)), np.log([_SMALL, _LARGE]), logs))
 

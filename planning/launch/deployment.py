@@ -1,4 +1,4 @@
-"""What a configuration says of each pool that real engines must be told."""
+"""What a configuration says of each pool that real engines must be given."""
 
 import math
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Role:
         return PORTS[self.name]
 
     def unlaunchable(self, target: str) -> list[str]:
-        """Say what was simulated and the engine cannot be told."""
+        """Say what was simulated and cannot be given to the engine."""
         found = []
         if self.placement not in ("linear", "eplb"):
             found.append(f"expert placement {self.placement}: {target} places experts itself")

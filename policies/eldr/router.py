@@ -66,12 +66,12 @@ class EldrParameters(SignatureParameters):
     """How often the centroids are refitted to what is served, s; 0 never, as in the paper's
     text."""
     window_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    """What a refit looks back on, s; the first comes when so much time has passed."""
+    """What a refit looks back on, s; the first comes after that time."""
     min_band: int = Field(default=1, ge=1, le=2)
     """Workers that the band holds at least: 1, or 2, the most similar two where it would hold one
     (an older version of the authors' rule; not with a tau of 0)."""
     ties: Literal["lowest", "similar"] = "lowest"
-    """Who gets a request of the least loaded in the band: the lowest index, or the most similar.
+    """Worker among the least loaded in the band: the lowest index, or the most similar.
     The paper leaves it open."""
     unit: Literal["group", "engine"] = "group"
     """What has a centroid: engines that share experts, together, or each engine by itself, so that

@@ -44,7 +44,7 @@ def signature_quality(
     calibration: CalibrationSet, artifact: RoutingArtifact, compared: CalibrationSet | None = None
 ) -> SignatureQuality:
     """Measure the signatures of a fit of ``calibration``; ``compared``: other requests to compare
-    the transforms on, with an IDF table of their own."""
+    the transforms on, with a separate IDF table."""
     compared = calibration if compared is None else compared
     pairs = calibration_pairs(calibration, artifact.seed)
     compared_pairs = calibration_pairs(compared, artifact.seed)

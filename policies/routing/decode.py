@@ -16,7 +16,7 @@ class TieParameters(Parameters):
     """Parameters of policies that take the least loaded of some workers."""
 
     ties: Literal["turn", "random"] = "turn"
-    """Who gets a request of the least loaded: the next of them in turn, or any (as in the runs of
+    """Worker among the least loaded: the next of them in turn, or any (as in the runs of
     ELDR's authors)."""
 
 

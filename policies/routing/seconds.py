@@ -97,7 +97,7 @@ class PromptSeconds:
         return wait, own + workers.load_s if tiers else own
 
     def send(self, worker: int, now_s: float, seconds: float) -> None:
-        """Note that a worker has so many seconds of prompts to compute from now on."""
+        """Note the seconds of prompts that a worker has to compute from now on."""
         self._free_s[worker] = now_s + seconds
 
 

@@ -71,14 +71,14 @@ class Fleet(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A pool should have so many workers that serve or will."""
+    """Number of workers, serving or starting, that a pool should have."""
 
     pool: str
     workers: int
 
 
 class Switch(NamedTuple):
-    """So many workers of a pool should go to another one."""
+    """Number of workers that should move from a pool to another."""
 
     source: str
     target: str
@@ -90,7 +90,7 @@ Decision: TypeAlias = Sequence[Target | Switch]
 
 
 class ScalingParameters(Parameters):
-    """What every autoscaler may be told."""
+    """Parameters of every autoscaler."""
 
     interval: float = Field(default=15.0, ge=0.001, le=86400)
     """Seconds from one look to the next."""
@@ -154,7 +154,7 @@ def with_switches(
 
 
 def whole_workers(workers: float) -> int:
-    """Return the fewest whole workers that are so many, up to a rounding error; at least 0."""
+    """Return the number of workers, rounded up but for a rounding error; at least 0."""
     return max(0, math.ceil(workers - 1e-9))
 
 

@@ -99,7 +99,7 @@ class TokensParameters(VariantParameters):
     kv: float = Field(default=0.8, gt=0, le=1)
     """Share of a worker's KV cache that it can use."""
     queue: float = Field(default=5.0, gt=0)
-    """With so many waiting requests what a worker has in use is what it can do."""
+    """With this number of waiting requests what a worker has in use is what it can do."""
     more: float = Field(default=0.85, gt=0, le=1)
     """Workers are added until demand is this share of what they can do."""
     less: float = Field(default=0.7, gt=0, le=1)

@@ -34,7 +34,7 @@ class Fixed(base.Autoscaler):
 
     @property
     def interval_s(self) -> float:
-        """Nobody looks."""
+        """No signal is read."""
         return float("inf")
 
     def begin(self) -> Mapping[str, int]:
@@ -95,7 +95,7 @@ class HpaParameters(base.ScalingParameters):
     tolerance: float = Field(default=0.1, ge=0)
     """No change while the ratio to the target is so near 1."""
     down_s: float = Field(default=300.0, ge=0)
-    """A wish for fewer workers acts when it has lasted so long."""
+    """Time that a wish for fewer workers must last before it acts, s."""
 
 
 class HorizontalPodAutoscaler(base.Autoscaler):
@@ -137,7 +137,7 @@ class KedaParameters(base.ScalingParameters):
     running: float = Field(default=16.0, gt=0)
     """Running requests of a worker."""
     down_s: float = Field(default=300.0, ge=0)
-    """A wish for fewer workers acts when it has lasted so long."""
+    """Time that a wish for fewer workers must last before it acts, s."""
 
 
 class Keda(base.Autoscaler):
@@ -184,7 +184,7 @@ class KnativeParameters(base.ScalingParameters):
     window: float = Field(default=60.0, gt=0)
     """Seconds over which requests in flight are averaged; a tenth of it to see a panic."""
     panic: float = Field(default=2.0, gt=1)
-    """Panic where the short window asks for so many times the workers that serve."""
+    """Panic where the short window wants this multiple of the serving workers."""
 
 
 class Knative(base.Autoscaler):

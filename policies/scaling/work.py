@@ -166,7 +166,7 @@ class Trend:
         self._spread: Floats = np.zeros((0, 2, 2))
 
     def next(self, count: int, interval_s: float, ahead_s: float) -> float:
-        """Take a count; return the rate so many seconds later, from half of today's to twice."""
+        """Take a count; return the rate ``ahead_s`` later, from half of today's to twice."""
         rate, n, dt = count / interval_s, _FILTERS, interval_s
         self._seen += 1
         if self._seen == 1:
@@ -280,7 +280,7 @@ class OracleParameters(TimetableParameters):
 class Oracle(Timetable):
     """The fewest workers that serve what will come until one that is started now would be ready.
 
-    It knows the future, which nobody does: what any rule could reach."""
+    It knows the future, which no rule does: the best that any rule could reach."""
 
     name = "oracle"
     Parameters = OracleParameters

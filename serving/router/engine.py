@@ -55,9 +55,9 @@ class Engine:
         self._is_down(problem, silent_since_s=_now_s())
 
     def failed(self, problem: str, *, lately_heard_s: float | None = None) -> None:
-        """Note that a request has failed, and ask for health at once. ``lately_heard_s``: of one
-        without an answer in so many s: it counts only if nobody else got any: a long queue is slow,
-        no more."""
+        """Note that a request has failed, and ask for health at once. ``lately_heard_s``: limit of
+        a request without an answer; it counts only if no other request got one meanwhile, since
+        a long queue is only slow."""
         if lately_heard_s is not None and _now_s() - self._heard_s < lately_heard_s:
             return
         self._look.set()

@@ -70,7 +70,7 @@ class Counters(Registry):
         self.added_s, self.first_token_s = added.observe, first.observe
 
     def engine(self, pool: str, url: str, up: Callable[[], bool], load: Callable[[], int]) -> None:
-        """Read what is known of an engine whenever somebody asks."""
+        """Read what is known of an engine at each scrape."""
         self._up.labels(pool, url).set_function(lambda: float(up()))
         self._load.labels(pool, url).set_function(lambda: float(load()))
 

@@ -15,7 +15,7 @@ from eldr_sim.serving.simulated.core import Stream
 
 class Answer:
     """Answers to a request, one of each of ``streams``. ``kind``: ``completion``, ``chat``,
-    ``response``; ``model``: the name that was asked for; ``thawed``: passes unless the server is
+    ``response``; ``model``: the name in the request; ``thawed``: passes unless the server is
     to hang."""
 
     def __init__(

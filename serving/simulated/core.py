@@ -44,7 +44,7 @@ class Stream:
         self.known = self.given = 0
 
     def give(self, total: int, at_s: float) -> None:
-        """Hand out the tokens up to so many."""
+        """Hand out the tokens up to this number."""
         if total > self.given:
             self.tokens.put_nowait(total - self.given)
             self.times_s.append((total - self.given, at_s))

@@ -51,7 +51,7 @@ class WindowBlocks(NamedTuple):
     state: int = 0  #: and blocks that the states of linear attention take, however long it is
 
     def of(self, tokens: Ints, block_size: int) -> Ints:
-        """Return the blocks of requests that grow to so many tokens."""
+        """Return the blocks of requests that grow to these lengths."""
         reached = np.minimum(-(-tokens // block_size), self.most)
         return np.ceil(self.share * reached).astype(np.int64) + self.state
 

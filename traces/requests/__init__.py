@@ -1,1 +1,1 @@
-"""What is asked for: arrivals, lengths, domains, and logs of requests."""
+"""Which requests arrive: arrivals, lengths, domains, and logs of requests."""

@@ -1,4 +1,4 @@
-"""Prompt and output lengths that are asked for, instead of recorded ones, drawn as by ``vllm bench
+"""Prompt and output lengths of options, instead of recorded ones, drawn as by ``vllm bench
 serve --dataset-name random`` (``vllm/benchmarks/datasets``): whole numbers from ``floor(length (1 -
 ratio))`` to ``ceil(length (1 + ratio))``, equally likely, at least 1; a prefix comes on top."""
 

@@ -1,4 +1,4 @@
-"""What requests are asked for: a named workload (``task``: code, math, medical, legal;
+"""Which requests arrive: a named workload (``task``: code, math, medical, legal;
 ``language``: en, zh, ru, fr; ``trace``: all served texts), dealt by a domain mix, or the path of a
 log (`request_logs`), which gives arrivals and lengths."""
 
@@ -22,7 +22,7 @@ from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
 
 @dataclass(frozen=True)
 class Load:
-    """What requests are asked for."""
+    """Which requests arrive."""
 
     workload: str = "task"  #: ``task``, ``language``, ``trace`` or the path of a request log
     #: Mean requests per second, positive; ``inf``: all at 0. Named workloads need it; a log without

@@ -1,7 +1,7 @@
 """How the rate of arrivals changes while a run lasts: ``--load``.
 
 ``sine:LOW,HIGH,period=900``: requests per second from LOW, at 0, to HIGH and back in each period;
-``ladder:15,2,10@150``: these rates, each for so many seconds; a CSV with columns ``t_s,rate``, each
+``ladder:15,2,10@150``: these rates, each for 150 seconds; a CSV with columns ``t_s,rate``, each
 rate to the next line's time, the last for as long as the one before; an export of usage or of
 Prometheus's (`aggregates`); or a request log, counted minute by minute. A shape begins again when
 it ends. Arrivals are drawn at the rate 1 and moved by the integral of the rate (inversion; Cinlar,
@@ -54,7 +54,7 @@ class LoadShape:
         return np.asarray(rounds * integral[-1] + np.interp(rest, self.edges_s, integral))
 
     def when(self, expected: Floats) -> Floats:
-        """Return the times, s, up to which so many requests are expected."""
+        """Return the times, s, at which numbers of requests are expected."""
         integral = self._integral
         rounds, rest = np.divmod(expected, integral[-1])
         # A piece without requests has one count and two ends: the one at which they go on.

@@ -40,7 +40,7 @@ def token_rows(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all")
 
 
 def ranges(first: Array, n: Array) -> Ints:
-    """Return so many numbers from each first one on, one range after the other."""
+    """Return ranges of numbers, each from its first one on, one after the other."""
     each = [np.arange(a, a + k) for a, k in zip(first.tolist(), n.tolist(), strict=True)]
     return np.concatenate(each or [np.zeros(0, np.int64)])
 

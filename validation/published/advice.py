@@ -1,4 +1,4 @@
-"""Whose advice holds: what a planner that goes by predictions would choose among published runs.
+"""Which advice holds: what a planner that goes by predictions would choose among published runs.
 
 A question is a card, a model, prompt and output lengths and a bound of TPOT. The published runs of
 that card, model and lengths are the choices: engine, checkpoint, parallelism, prefill apart or not,

@@ -109,7 +109,7 @@ def _run(record: dict[str, str]) -> tuple[object, ...]:
 
 
 def sample(rows: Sequence[Row], every: int) -> list[Row]:
-    """Return every so-manieth row of each engine, mode, card and model, the first of them first."""
+    """Return every Nth row of each engine, mode, card and model, the first of them first."""
     seen: Counter[tuple[str, ...]] = Counter()
     kept = []
     for row in rows:
@@ -221,7 +221,7 @@ def kind_of_row(row: Row) -> Kind:
 
 
 def publisher_of(row: Row) -> str:
-    """Return who published a row's run."""
+    """Return the publisher of a row's run."""
     return "InferenceX" if MEASURED_MODELS[row.target].inferencex else "AIConfigurator"
 
 

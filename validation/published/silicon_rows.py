@@ -78,7 +78,7 @@ class MeasuredModel:
 
     @property
     def tokenizes(self) -> str:
-        """Who tokenises prompts: the engine, or Dynamo's front end in NVIDIA's own runs."""
+        """What tokenises prompts: the engine, or Dynamo's front end in NVIDIA's own runs."""
         return self.backend if self.inferencex else "dynamo"
 
     @property

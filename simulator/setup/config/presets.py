@@ -1,4 +1,4 @@
-"""Clusters that somebody ran, as fields of a run's configuration."""
+"""Published clusters, as fields of a run's configuration."""
 
 import json
 from collections.abc import Mapping

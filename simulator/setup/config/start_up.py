@@ -46,7 +46,7 @@ def check_start_up(text: str | None) -> str | None:
 
 
 def start_up_parts(text: str, weight_bytes: float) -> dict[str, float]:
-    """Return the seconds of each part for a model of so many bytes; raises InputError."""
+    """Return the seconds of each part for a model, by its bytes; raises InputError."""
     word = str(text).strip()
     allowed = _ALLOWED.format(names=", ".join(MEASURED), parts=", ".join(PARTS))
     if word[:1].isdigit() and ":" not in word:

@@ -15,7 +15,7 @@ from eldr_sim.traces.requests.columns import Requests
 
 
 class Reuse(NamedTuple):
-    """Who finds what; tokens are those of prompts."""
+    """Which requests find which blocks; tokens are those of prompts."""
 
     #: int64 ``[blocks of prompts]``, of blocks that a cache without bounds would find: blocks used
     #: since then, and tokens of each.
@@ -27,7 +27,7 @@ class Reuse(NamedTuple):
     block_tokens: int
 
     def hit_rate(self, blocks: int) -> float:
-        """Return the share of prompt tokens that a cache of so many blocks finds."""
+        """Return the share of prompt tokens that a cache of a number of blocks finds."""
         return int(self.tokens[self.distance < blocks].sum()) / self.n_tokens
 
     @property

@@ -1,1 +1,1 @@
-"""What was asked for elsewhere: logs, benchmark results and recorded sessions."""
+"""Requests recorded elsewhere: logs, benchmark results and recorded sessions."""

@@ -56,7 +56,7 @@ def timestamp_ns(text: str) -> int:
 
 
 def scaled_ns(value: float, unit_ns: float) -> int:
-    """Return a time in units of so many ns; raises ValueError beyond 146 years from 1970."""
+    """Return a time in a unit given in ns; raises ValueError beyond 146 years from 1970."""
     if not math.isfinite(value):
         raise ValueError(value)
     return _checked_ns(round(value * unit_ns))

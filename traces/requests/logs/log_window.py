@@ -177,7 +177,7 @@ def part_in_words(part: dict[str, Any]) -> str:
 
 
 def part_warnings(part: dict[str, Any]) -> list[str]:
-    """Say where the measured part is unlike the log and nobody asked for that."""
+    """Say where the measured part differs from the log without an option for it."""
     rate, whole = part["rate"], part["log_rate"]
     known = "busiest_s" in part or part.get("has_rate")
     if known or rate is None or whole is None or abs(rate / whole - 1.0) <= _UNLIKE:

@@ -54,7 +54,7 @@ def capture_vllm(
     progress: Callable[[float], None] | None = None,
     **engine: Any,
 ) -> CapturedRouting:
-    """Generate from prompts with vLLM, in a process of its own, and record its experts.
+    """Generate from prompts with vLLM, in a separate process, and record its experts.
 
     Without prefix caching, which computes no tokens; parameters as in `capture_transformers`.
     Raises InputError if vLLM is missing, fails, or returns no experts. ``seed``: request ``i``

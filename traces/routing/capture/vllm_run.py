@@ -1,6 +1,6 @@
 """Run vLLM offline on a list of prompts: ``python -m ... JOB``.
 
-In a process of its own: vLLM's workers import the main module of their parent again, and vLLM 0.32
+In a separate process: vLLM's workers import the main module of their parent again, and vLLM 0.32
 on a CPU cannot start where numba has been imported, so nothing here may import numba. ``JOB`` is a
 JSON file with ``prompts`` (lists of token ids), ``engine`` (arguments of ``vllm.LLM``) and
 ``sampling`` (of ``vllm.SamplingParams``; request ``i`` adds ``i`` to the seed). ``outputs.json``

@@ -1,4 +1,4 @@
-"""Calibration of a running set-up: loads of its own, and what their logs say."""
+"""Calibration of a running set-up: separate loads, and what their logs say."""
 
 import os
 import time

@@ -118,7 +118,7 @@ class Prediction:
         return self.moe_s + self.attention_s + self.rest_s
 
     def slower(self, factor: float, drift: DriftModel | None) -> "Prediction":
-        """Return the prediction where a probe takes so many times as long."""
+        """Return the prediction where a probe takes ``factor`` times as long."""
         if drift is None:
             return self
         return Prediction(
