@@ -192,7 +192,7 @@ def _in_file(decision: str, name: str, path: Path, attribute: str, _changed: int
     module = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a foreign module may raise
+    except (Exception, SystemExit) as error:  # whatever a foreign module may raise
         raise InputError(field, f"{path.name} does not load: {error!r}") from error
     policy: Any = vars(module).get(attribute)
     if not isinstance(policy, type):

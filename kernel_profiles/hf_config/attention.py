@@ -80,7 +80,7 @@ def _heads(keys: Keys, family: str) -> dict[str, Any]:
         del fields["sliding_n_heads"]
     sparse = keys.object("sparse_attention_config")
     if sparse.get("use_sparse_attention"):
-        fields |= _chosen_blocks(sparse, int(keys.needed("num_hidden_layers")))
+        fields |= _chosen_blocks(sparse, keys.n_layers())
     return fields
 
 
@@ -118,7 +118,7 @@ def _latent(keys: Keys, family: str, heads: int) -> dict[str, Any]:
         "head_dim": nope + rope,
     }
     if "index_topk" in keys:
-        fields |= _indexers(keys, int(keys.needed("num_hidden_layers")))
+        fields |= _indexers(keys, keys.n_layers())
     return fields
 
 
@@ -155,7 +155,7 @@ def _compressed(keys: Keys, heads: int) -> dict[str, Any]:
     """Fields of DeepSeek-V4's attention: a head's width is the latent's; layers that compress by 0
     attend to the window alone."""
     width, rope = keys.needed("head_dim"), keys.needed("qk_rope_head_dim")
-    n = int(keys.needed("num_hidden_layers"))
+    n = keys.n_layers()
     ratios = Counter(ratio for ratio in keys.per_layer("compress_ratios", n) or () if ratio)
     if not {4} <= set(ratios) <= {4, 128}:
         raise keys.refusal(f"compress_ratios {sorted(ratios)}", "0, 4 and 128, 4 among them")

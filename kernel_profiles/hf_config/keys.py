@@ -6,6 +6,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
+MOST_LAYERS = 1024  #: of a model; lists have an entry for each
 #: Keys of which no byte and no time of the text model depends: how values are initialised, scaled,
 #: scored or rotated, how tokens are sampled, and what the library and other parts of it are.
 NEUTRAL = frozenset(
@@ -105,6 +106,13 @@ class Keys:
         if found is None:
             raise InputError("model", f"{self.path} has no {self.name}{names[0]!r}")
         return found
+
+    def n_layers(self) -> int:
+        """Return the number of layers; raises InputError before anything is made for each."""
+        n = self.needed("num_hidden_layers")
+        if type(n) is not int or not 1 <= n <= MOST_LAYERS:
+            raise self.refusal(f"num_hidden_layers {n!r:.40}", f"1 to {MOST_LAYERS}")
+        return n
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raise InputError if a key has another value than these; null is always allowed."""

@@ -31,7 +31,7 @@ def layers_of(keys: Keys, family: str, routed: bool) -> Layers:
     """Return a model's layers. ``routed``: whether it has experts."""
     if family == "nemotron_h":
         return _blocks(keys)
-    n = int(keys.needed("num_hidden_layers"))
+    n = keys.n_layers()
     return Layers(_mixers(keys, family, n), _mlps(keys, family, n, routed))
 
 

@@ -355,3 +355,17 @@ def test_parameters_of_public_configurations(name, billions):
     if not path.is_file():
         pytest.skip(f"{path} is missing")
     assert load_model(path).total_params == pytest.approx(1e9 * billions, rel=0.01)
+
+
+@pytest.mark.parametrize("value", [10**9, 1e300, -1, 0, True, "7", [], {}])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm_moe_dsa"])
+def test_no_number_of_a_configuration_takes_the_memory_of_the_machine(write, family, value):
+    """A model or one refusal: a billion layers took 16 GB and 45 s before they were refused."""
+    numbers = [name for name, given in CONFIGS[family].items() if type(given) is int]
+    assert "num_hidden_layers" in numbers
+    for name in numbers:
+        try:
+            model = load_model(str(write(family, **{name: value})))
+        except InputError:
+            continue
+        assert model.n_layers <= 1024

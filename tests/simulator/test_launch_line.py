@@ -131,3 +131,17 @@ def test_a_benchmarks_line_names_the_model():
     config, told = read(line, model=NAME)
     assert config.engine.model == NAME
     assert "model" in told
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": True}, {"request_rate": False}, {"max_num_seqs": True},
+        {"decode": {"max_num_seqs": True}}, {"topology": {"a": {"workers": True}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_switch_is_no_number(fields):
+    """YAML reads ``yes`` and ``on`` as switches: a 1 that nobody meant."""
+    with pytest.raises(InputError, match=r"(true|false) \(allowed: a number\)"):
+        make_config(fields)

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -69,6 +69,28 @@ class Fields(BaseModel):
     """A group of fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, values: Any) -> Any:
+        """Refuse switches for numbers: YAML's ``yes`` would be a 1."""
+        if isinstance(values, Mapping):
+            for name, value in values.items():
+                if isinstance(value, bool) and name in _numeric(cls):
+                    raise InputError(name, str(value).lower(), "a number")
+        return values
+
+
+@cache
+def _numeric(group: type[Fields]) -> frozenset[str]:
+    """Return the fields of a group that are numbers and no switches."""
+
+    def kinds(of: Any) -> set[Any]:
+        inside = () if get_origin(of) in (tuple, list, dict) else get_args(of)
+        return {of}.union(*(kinds(each) for each in inside))
+
+    of = {name: kinds(field.annotation) for name, field in group.model_fields.items()}
+    return frozenset(n for n, found in of.items() if {int, float} & found and bool not in found)
 
 
 def _path_text(value: Any) -> Any:
