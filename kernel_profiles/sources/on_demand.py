@@ -50,7 +50,7 @@ def cached_tables(
 
     def is_shipped(table: "LatencyTable") -> bool:
         about = table.metadata
-        wanted = {"shape": about.shape, "dtype": about.dtype}
-        return find_table(about.kind, about.gpu, **wanted) is not None
+        shipped = find_table(about.kind, about.gpu, shape=about.shape, dtype=about.dtype)
+        return shipped is not None
 
     return tuple(table for table in load_tables(found) if not is_shipped(table))
