@@ -12,11 +12,15 @@ Bad input raises `eldr_sim.errors.InputError`, a ValueError in one line.
 
 from __future__ import annotations
 
+import base64
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from html import escape
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -38,6 +42,8 @@ from eldr_sim.simulator.setup.config.spellings import spellings
 if TYPE_CHECKING:
     import pandas as pd
 
+    from eldr_sim.reports.pictures import Picture
+
 Config = RunConfig | Mapping[str, Any] | AnyPath
 F = TypeVar("F", bound=Callable[..., Any])
 #: Options of commands that are no fields of a configuration: where output goes, for which results
@@ -46,16 +52,49 @@ _OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "hel
            "settings", "help_all"}  # fmt: skip
 
 
-class Reportable:
-    """What every result can do besides: pictures, and a page."""
-
-    _name = ""
+class Drawn:
+    """What every result shows in a notebook: its table, and a picture."""
 
     @classmethod
     def _of(cls, found: Any) -> Self:
         own = object.__new__(cls)
         own.__dict__.update(vars(found))
         return own
+
+    def _pictures(self) -> list[Picture]:
+        raise NotImplementedError
+
+    @property
+    def pictures(self) -> list[str]:
+        """The titles that `plot` knows."""
+        return [picture.title for picture in self._pictures()]
+
+    def plot(self, title: str = "") -> Any:
+        """Return a picture of the report as a `plotly.graph_objects.Figure`.
+
+        ``title`` is a part of one of `pictures`; the first one without it.
+        """
+        from eldr_sim.reports.figures import pick, plotly_figure
+
+        return plotly_figure(pick(self._pictures(), title))
+
+    def _repr_html_(self) -> str:
+        """Return the table and, where matplotlib is installed, the first picture."""
+        table: str = super()._repr_html_()  # type: ignore[misc]
+        if find_spec("matplotlib") is None or not (pictures := self._pictures()):
+            return table
+        from eldr_sim.reports.figures import write_png
+
+        drawn = BytesIO()
+        write_png(drawn, pictures[0])
+        data = base64.b64encode(drawn.getvalue()).decode()
+        return f'{table}<img alt="{escape(pictures[0].title)}" src="data:image/png;base64,{data}">'
+
+
+class Reportable(Drawn):
+    """What a result that has a page can do besides."""
+
+    _name = ""
 
     def write(self, out: AnyPath, *, force: bool = False) -> None:
         """Write the folder that the command writes with ``--out``."""
@@ -68,23 +107,11 @@ class Reportable:
             self.write(folder)
             yield folder
 
-    @property
-    def pictures(self) -> list[str]:
-        """Titles that `plot` knows."""
+    def _pictures(self) -> list[Picture]:
         from eldr_sim.reports.figures import pictures_of
 
         with self._folder() as folder:
-            return [picture.title for picture in pictures_of(folder, self._name)]
-
-    def plot(self, title: str = "") -> Any:
-        """Return a picture of the report as a `plotly.graph_objects.Figure`.
-
-        ``title`` is a part of one of `pictures`; the first one without it.
-        """
-        from eldr_sim.reports.figures import pick, pictures_of, plotly_figure
-
-        with self._folder() as folder:
-            return plotly_figure(pick(pictures_of(folder, self._name), title))
+            return pictures_of(folder, self._name)
 
     def report(self, out: AnyPath, *, force: bool = False) -> None:
         """Write the page that ``eldr-sim report`` makes of this result."""

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 from eldr_sim.cli import compare as compare_command
 from eldr_sim.cli import plan as plan_command
 from eldr_sim.cli import run as run_command
-from eldr_sim.cli.api import Config, Reportable, like, options_of, shown
+from eldr_sim.cli.api import Config, Drawn, Reportable, like, options_of, shown
 from eldr_sim.cli.console import progress_bar, run_counter
 from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.planning.compare import policies as policies_compared
 from eldr_sim.planning.compare import what_if as what_if_asked
 from eldr_sim.planning.search import answer
+from eldr_sim.simulator.outcome.catalogue import heading
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from eldr_sim.reports.pictures import Picture
 
 
 class Comparison(Reportable, policies_compared.Comparison):
@@ -52,8 +55,20 @@ class Plan(Reportable, answer.Answer):
         return pd.json_normalize(self.record()["clusters"])
 
 
-class WhatIf(what_if_asked.WhatIf):
-    """The effects of changes to a base run."""
+class WhatIf(Drawn, what_if_asked.WhatIf):
+    """The effects of changes to a base run, or of values beside the first."""
+
+    def _pictures(self) -> list[Picture]:
+        from eldr_sim.reports.pictures import Colours, intervals
+
+        colours, figures = Colours(), dict[str, list[tuple[str, float, float, float, int]]]()
+        for change in self.changes:
+            for e in change.effects:
+                dot = (change.name, e.percent, e.low, e.high, colours("change", change.name))
+                figures.setdefault(e.metric, []).append(dot)
+        about = f"difference from {self.base_name}, %"
+        drawn = [intervals(heading(metric), about, rows) for metric, rows in figures.items()]
+        return [picture for picture in drawn if picture.spec["data"]]
 
     @property
     def frame(self) -> pd.DataFrame:

@@ -31,6 +31,7 @@ import click
 
 import eldr_sim
 from eldr_sim.charts import PALETTE, SMALLEST
+from eldr_sim.cli import api, api_many
 from eldr_sim.cli.main import cli
 from eldr_sim.outputs import write_rows
 from eldr_sim.planning.studies.figures import Claim
@@ -217,13 +218,30 @@ def formats(*_: object) -> str:
     return markdown(lines)
 
 
-def python(*_: object) -> str:
-    """Return every public name with its first sentence."""
+def python(what: str, _: list[Row]) -> str:
+    """Return every public name with its first sentence; of ``results`` what each result has."""
+    if what == "results":
+        lines = [
+            [f"`{kind.__name__}.{name}`", _sentence(getattr(kind, name))]
+            for kind in (api.Run, api_many.Comparison, api_many.Plan, api_many.WhatIf)
+            for name in _members(kind)
+        ]
+        return markdown([["member", "what it is"], ["---", "---"], *lines])
     names = {name: getattr(eldr_sim, name) for name in eldr_sim.__all__}
     first = {name: (own.__doc__ or "").strip().split("\n\n")[0] for name, own in names.items()}
     first["__version__"] = "The version of the installed package, as text."
     lines = [[f"`{name}`", " ".join(text.split())] for name, text in first.items()]
     return markdown([["name", "what it is"], ["---", "---"], *lines])
+
+
+def _members(kind: type) -> list[str]:
+    """Return the public members of a result that its own classes of the Python API declare."""
+    own = [each for each in kind.__mro__ if each.__module__ in (api.__name__, api_many.__name__)]
+    return sorted({name for each in own for name in vars(each) if not name.startswith("_")})
+
+
+def _sentence(member: object) -> str:
+    return " ".join((member.__doc__ or "").strip().split("\n\n")[0].split())
 
 
 #: What was checked, `SHORT` in the README: words, page, where, and the claim with {m} the metric.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import unescape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import PLOT, InputError, needed
@@ -62,8 +62,8 @@ def png_writer(name: str = "") -> Callable[[Path], None]:
     return write
 
 
-def write_png(path: Path, picture: Picture) -> None:
-    """Write a picture as PNG."""
+def write_png(path: Path | IO[bytes], picture: Picture) -> None:
+    """Write a picture as PNG, to a path or an open file."""
     spec = _painted(picture.spec, _palette())
     size = (8.0, max(2.5, spec["layout"].get("height", 400) / 80))
     write_picture(path, lambda figure: _draw(figure.subplots(), spec), size, title=picture.title)

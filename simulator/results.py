@@ -70,7 +70,9 @@ class Written(Shown):
     def write(
         self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
     ) -> None:
-        """Write record and tables into a folder, whole or not at all (`check_output`)."""
+        """Write the folder that the command writes with ``--out``, whole or not at all.
+
+        Raises InputError as `check_output` does."""
         with result_folder(Path(out), force, self.marker, extras) as folder:
             for name, table in self.tables().items():
                 write_table(folder / f"{name}.parquet", table)
