@@ -76,9 +76,11 @@ def open_journal(
 
 
 def _lock(file: IO[bytes], folder: Path, what: str) -> None:
-    """Lock a journal until it is closed or its process ends."""
-    import fcntl  # POSIX only; no other command needs it
-
+    """Lock a journal until it is closed or its process ends; on Windows nothing is locked."""
+    try:
+        import fcntl
+    except ImportError:
+        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locked = os.fstat(file.fileno()).st_nlink > 0  # else its owner has just removed it

@@ -135,6 +135,9 @@ def _spawned(jobs: int) -> tuple[Any, Callable[[bool], None]]:
 def _without_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back while processes start, which inherit that: each would print a traceback.
     Python warns of a fork beside threads; `can_fork` knows them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
