@@ -31,11 +31,10 @@ def write_picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style = {
+    with rc_context({
         "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": SMALLEST,
         "axes.prop_cycle": cycler(color=PALETTE),
-    }  # fmt: skip
-    with rc_context(style):
+    }):  # fmt: skip
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         draw(figure)
