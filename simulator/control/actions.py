@@ -78,6 +78,7 @@ class Actions:
         self.known: set[int] = set()  # of those that the routers know to be dead
         self.troubles = np.zeros(len(self.workers), np.int64)  # why routers avoid an engine
         self._blank = make_workers(self.pools, self.pool_of)
+        self._still_open, self._n_seen = np.empty(0, np.int32), 0  #: of the requests sent
 
     def engines(self, pool: str, worker: int) -> range:
         """Return the engines of a pool's worker."""
@@ -235,16 +236,29 @@ class Actions:
         self._lose(engines)
 
     def _bound_to(self, engines: range) -> list[int]:
-        sent = self.requests[self.came("sent")]
+        requests = self._open()
+        sent = self.requests[requests]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
         bound |= np.isin(sent["reserved"], engines)
         loads = self.cluster.arrays.engines.kv.tiers.loads
         if len(loads):
-            pulls = loads[self.came("sent")]
+            pulls = loads[requests]
             bound |= pulls["pulling"] & np.isin(pulls["peer"], engines)
-        bound &= sent["outcome"] == state.OPEN
-        return [r for r in self.came("sent")[bound].tolist() if r not in self.lost]
+        return [r for r in requests[bound].tolist() if r not in self.lost]
+
+    def _open(self) -> Int32s:
+        """Return the requests that have been sent and not ended, in order.
+
+        One that has ended stays so and is not looked at again: deaths late in a run cost what is
+        in flight, not what has ever been sent."""
+        sent = self.came("sent")
+        self._still_open = self._not_ended(np.append(self._still_open, sent[self._n_seen :]))
+        self._n_seen = len(sent)
+        return self._still_open
+
+    def _not_ended(self, requests: Int32s) -> Int32s:
+        return requests[self.requests["outcome"][requests] == state.OPEN]
 
     def came(self, how_far: str) -> Int32s:
         """Return the requests that have ``arrived``, or been ``sent``, in order."""

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.steps.group_state import NODE
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan, check_overlaps
 from eldr_sim.simulator.setup.transfer import TransferModel
 
@@ -267,6 +270,36 @@ class Stubborn(RouterPolicy):
 
     def select(self, request, workers):
         return 0
+
+
+def test_deaths_cost_what_is_in_flight_and_not_what_was_ever_sent(monkeypatch):
+    """Each request is looked at once more than it is in flight when a worker dies."""
+    looked = []
+    of_requests = Actions._not_ended
+
+    def counted(self, requests):
+        found = of_requests(self, requests)
+        looked.append((len(requests), len(found)))
+        return found
+
+    monkeypatch.setattr(Actions, "_not_ended", counted)
+    n_requests, n_deaths = 400, 24
+    fields = {
+        "topology": "1P4D",
+        "num_requests": n_requests,
+        "request_rate": 100,
+        "trace": "reference-moe",
+        "input_len": 50,
+        "output_len": 4,
+        "warmup": 0.01,
+    }
+    fails = [f"decode:{n % 4}@{0.1 + n * 0.15:.2f}+0.05" for n in range(n_deaths)]
+    result = simulate(make_config(fields | {"fail": fails}))
+    assert result.summary["completed"] > 0.9 * n_requests
+    assert len(looked) >= n_deaths
+    in_flight = sum(found for _, found in looked)
+    assert sum(of for of, _ in looked) <= n_requests + in_flight
+    assert in_flight < n_requests * n_deaths / 10  # what all that had been sent were before
 
 
 def test_no_policy_reaches_a_worker_that_is_known_to_be_dead():
