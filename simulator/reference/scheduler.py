@@ -166,7 +166,8 @@ class Scheduler:
         for sequence in done:
             request = sequence.request
             self.requests.remove(request)
-            self.kv.cache_blocks(request, request.prompt_len - 1 + request.output_len)
+            unknown = 0 if self.frees_late else self.unprocessed(sequence)
+            self.kv.cache_blocks(request, request.tokens - 1 - unknown)
             if self.frees_late:
                 self.ended.append(sequence)
             else:
@@ -222,6 +223,8 @@ class Scheduler:
         preempts, by_key = False, self.spec.preempt_by_key
         while not self.fits(self.prompt_blocks() if prompts else 0):
             preempts = True
+            if self.allocates_chunks:
+                self.take_in_order()
             victims = self.running
             if self.worker.pool.then < 0:  # the blocks of the others are still to be fetched
                 victims = victims + [s for s in self.ended if s not in self.riding]
@@ -236,8 +239,7 @@ class Scheduler:
                 self.prefilling.remove(victim)
             else:
                 self.decoding.remove(victim)
-                unknown = victim.got if self.frees_late else 0
-                self.kv.cache_blocks(request, request.tokens - 1 - unknown)
+                self.kv.cache_blocks(request, request.tokens - 1 - self.unprocessed(victim))
                 if victim in self.joined:  # there has been no step since
                     self.joined.remove(victim)
                 else:
@@ -248,6 +250,12 @@ class Scheduler:
             if by_key:
                 self.preempted.sort(key=lambda other: other.priority)
         return preempts
+
+    def unprocessed(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence have KV in blocks that cannot be found yet: accepted
+        drafts until the next step is planned, and where that is planned ahead, all tokens of the
+        step that runs meanwhile (``cache_blocks``)."""
+        return sequence.got if self.frees_late else max(0, sequence.got - 1)
 
     def admit(self, defers_prompts: bool) -> None:
         """Admit who holds KV blocks already, then who lost them, then who is new.
@@ -428,6 +436,14 @@ class Scheduler:
         n = self.kv.needed(sequence)
         if n <= len(self.kv.pool.free):
             self.kv.grow(sequence, n)
+
+    def take_in_order(self) -> None:
+        """Take the blocks of running sequences as they were admitted, up to the first that lacks
+        some: before those of a victim are free, which may be taken first."""
+        for sequence in sorted(self.decoding, key=lambda s: s.ticket):
+            if self.kv.needed(sequence) > len(self.kv.pool.free):
+                return
+            self.take_slots(sequence)
 
     def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:
         """Take the blocks of a context, or of its first chunk, beside those that running sequences

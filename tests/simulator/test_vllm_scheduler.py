@@ -46,11 +46,11 @@ EQUAL = {
     "speculative decoding": {"drafts": True},
     "speculative decoding, prefix caching": {"drafts": True, "shared": True},
     "speculative decoding, asynchronous": {"drafts": True, "async": True},
+    "speculative decoding, preemption": {"drafts": True, "tight": True, "shared": True},
 }  # fmt: skip
 #: Rules in which some loads are known to differ: their steps are counted and printed.
 KNOWN_TO_DIFFER = {
     "priorities, preemption": {"priority": True, "tight": True, "shared": True},
-    "speculative decoding, preemption": {"drafts": True, "tight": True, "shared": True},
     "speculative decoding, asynchronous, preemption": {
         "drafts": True, "async": True, "tight": True, "shared": True,
     },

@@ -31,7 +31,12 @@ from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
 from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.scheduler.admission import admit, fill, what_stopped
-from eldr_sim.simulator.plane.scheduler.preemption import budget_left, lacks_blocks, preempt
+from eldr_sim.simulator.plane.scheduler.preemption import (
+    budget_left,
+    lacks_blocks,
+    preempt,
+    unprocessed,
+)
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
 from eldr_sim.simulator.plane.steps.executor import has_step
 
@@ -355,7 +360,10 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
-            kv_manager.publish_tokens(engines, w, request, context)
+            unknown = _NONE
+            if not pool.frees_late:
+                unknown = unprocessed(engines, w, sequences[w, i].got)
+            kv_manager.publish_tokens(engines, w, request, context - unknown)
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
             kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
             rides = pool.rides_on and sequences[w, i].got > 1

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     fits,
@@ -14,6 +14,8 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     publish_tokens,
     release_context,
     side_of,
+    slots_of,
+    take_slots,
 )
 from eldr_sim.simulator.plane.state import OF_SHARE
 
@@ -110,6 +112,8 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
     worker, sequences, preempts = engines.workers[w], engines.sequences, False
     while lacks_blocks(engines, w, prompts):
         preempts = True
+        if engines.pools[engines.pool_of[w]].allocates_chunks:
+            _take_in_order(engines, w)
         victim = _victim(engines, w)
         if worker.ended_head >= 0 and _free_one_ended(engines, w, victim):
             continue
@@ -134,8 +138,7 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
             if not engines.pools[engines.pool_of[w]].forgets_outputs:
-                unknown = sequences[w, victim].got  # whose output has not been processed
-                unknown *= engines.pools[engines.pool_of[w]].frees_late
+                unknown = unprocessed(engines, w, sequences[w, victim].got)
                 publish_tokens(engines, w, request, context - unknown)
             keep_tokens(engines, w, request, context, clock[0].now)
             release_context(engines, w, request, context + sequences[w, victim].free_slots)
@@ -147,6 +150,39 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
         append_preempted(engines, w, request)
     if preempts and engines.pools[engines.pool_of[w]].reserve == OF_SHARE:
         _raise_share(engines, w)
+
+
+@compiled()
+def unprocessed(engines: Engines, w: int, got: int) -> Any:
+    """Return how many tokens of a sequence, which got ``got`` with its last step, have KV in blocks
+    that cannot be found yet: accepted drafts until the next step is planned, and where that is
+    planned ahead, all tokens of the step that runs meanwhile (vLLM's ``cache_blocks``)."""
+    pool = engines.pools[engines.pool_of[w]]
+    if pool.frees_late:
+        return got
+    return _NONE if pool.always_pads else max(_NONE, got - 1)
+
+
+@compiled()
+def _take_in_order(engines: Engines, w: int) -> None:
+    """Take the blocks of the batch's sequences as they were admitted, up to the first that lacks
+    some: before those of a victim are free, which may be taken first."""
+    worker, sequences, last = engines.workers[w], engines.sequences[w], np.int64(-1)
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
+    while True:
+        i: Any = np.int64(-1)
+        for k in range(worker.batch):
+            if sequences[k].ticket > last and (i < 0 or sequences[k].ticket < sequences[i].ticket):
+                i = np.int64(k)
+        if i < 0:
+            return
+        last = np.int64(sequences[i].ticket)
+        lacking = slots_of(sequences[i], lookahead) - sequences[i].free_slots
+        if lacking > 0 and blocks_of(lacking, engines.settings[0].block_size) > n_free(
+            engines.workers, w
+        ):
+            return
+        take_slots(engines, w, i)
 
 
 @compiled()
