@@ -44,12 +44,12 @@ PICTURES = {
     ),
     "experts_by_batch": Drawing(
         ("eldr-sim run --trace reference-moe --policy jsq --topology 8P16D --plot --out ref",),
-        "ref/activated_experts_of_decode_steps.png",
+        "ref/activated_experts_against_batch.png",
     ),
     "distinct_experts": Drawing(
         ("eldr-sim trace inspect gpt-oss-20b --plot --out inspect",), "inspect/distinct_experts.png"
     ),
-    "fault_tpot": Drawing((_FAULT,), "fault/tpot_of_requests_by_time.png"),
+    "fault_tpot": Drawing((_FAULT,), "fault/tpot_over_time.png"),
 }
 
 
