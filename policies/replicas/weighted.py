@@ -65,7 +65,7 @@ def rank_weights(placement: Placement) -> Floats:
         raise InputError(
             "replica_choice",
             "it weighs instances by the load of their ranks, and this placement has no load",
-            "--expert-placement grace or eplb, or a policy whose placements have a load",
+            "--expert-placement grace or eplb, or a policy that gives its placements a load",
         )
     mean = placement.load.mean(axis=1, keepdims=True)
     return np.asarray(1.0 / np.maximum(placement.load, np.where(mean > 0, 1e-6 * mean, 1.0)))
