@@ -90,6 +90,23 @@ def test_what_is_no_result_is_refused(tmp_path, text):
         read_bench(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mean_ttft_ms": 0.06, "mean_tpot_ms": 0.009}, "mean_ttft_ms is 0.06, .*in seconds"),
+        ({"mean_ttft_ms": 1.5, "mean_tpot_ms": 0.05}, "mean_tpot_ms is 0.05, .*in seconds"),
+        ({"mean_ttft_ms": -3}, "mean_ttft_ms is -3"),
+        ({"p99_ttft_ms": float("nan")}, "p99_ttft_ms is nan"),
+        ({"mean_tpot_ms": float("inf")}, "mean_tpot_ms is inf"),
+    ],
+)
+def test_figures_that_no_server_has_are_refused(result_file, changes, said):
+    """They were left out without a word, or judged as milliseconds: +55,704%."""
+    with pytest.raises(InputError, match=said):
+        read_bench(result_file(**changes))
+    assert read_bench(result_file(mean_tpot_ms=0.0)).figures["mean_tpot_ms"] == 0.0
+
+
 def test_what_is_predicted_has_no_error_against_itself(result_file, tmp_path):
     config = make_config(CONFIG)
     truth = predict_bench(read_bench(result_file()), config, tmp_path)

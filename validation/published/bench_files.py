@@ -83,12 +83,33 @@ class Bench:
         return f"{of}{engine}: {', '.join(said)}"
 
 
+#: Times below which a figure is none of a server's, ms.
+_LEAST_MS = {f"{s}_{m}_ms": ms for s in _STATISTICS for m, ms in (("tpot", 0.1), ("ttft", 0.2))}
+
+
 def read_bench(path: Path) -> list[Bench]:
     """Read a benchmark's result, of a sweep several; raises InputError if it is none."""
     try:
         found = json.loads(read_text(path, "bench"))
     except ValueError:
         raise InputError("bench", f"{path} is no JSON", "a result of vllm bench serve") from None
+    benches = _benches(path, found)
+    for bench in benches:
+        _check_figures(path, bench.figures)
+    return benches
+
+
+def _check_figures(path: Path, figures: Mapping[str, float]) -> None:
+    """Raise InputError for a figure that no server has, such as seconds for milliseconds."""
+    for name, value in figures.items():
+        if not value >= 0.0 or math.isinf(value):
+            raise InputError("bench", f"{path}: {name} is {value:g}", "a number from 0 on")
+        if name in _LEAST_MS and 0.0 < value < _LEAST_MS[name]:
+            problem = f"{path}: {name} is {value:g}, less than any server's: is it in seconds?"
+            raise InputError("bench", problem, "milliseconds, as its name says")
+
+
+def _benches(path: Path, found: Any) -> list[Bench]:
     try:
         if isinstance(found, list):
             return [_lifecycle(path, found)]
