@@ -15,7 +15,7 @@ SECTIONS = {
 }
 #: Pages of a section, and the most words of each.
 TREE = {
-    "Start": (4, 900),
+    "Start": (4, 1100),
     "How to": (16, 600),
     "How it works": (4, 1000),
     "Can I believe it?": (2, 1000),
