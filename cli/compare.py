@@ -238,7 +238,7 @@ def _autoscalers(
 
 def _print(comparison: Comparison) -> None:
     from eldr_sim.planning.slo import mean_known
-    from eldr_sim.simulator.outcome.error_band import one_line
+    from eldr_sim.simulator.outcome.error_band import one_line, relative_line
 
     paired, n_seeds = comparison.paired.summaries, comparison.n_seeds
     columns = ["policy", *map(label, HEADLINE)]
@@ -255,6 +255,7 @@ def _print(comparison: Comparison) -> None:
     print_table(title, [*columns, "failed"], rows)
     if band := first.get("error_band"):
         click.echo(one_line(band))
+        click.echo(relative_line())
     print_log_part(first)
     for reference in dict.fromkeys(d.reference for d in comparison.differences):
         best = " (best load balancer)" if reference == comparison.best_load_balancer else ""

@@ -59,7 +59,8 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option(f"{TENSOR_PARALLEL_SIZE} sizes", None, "GPUs of a worker to choose from, for each pool.  "
         "[default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
 @option("--data-parallel-size -dp --dp engines", None, "Engines of a worker to choose from, for "
-        "each pool; they share experts.  [default: 1]", metavar="N,...")  # fmt: skip
+        "each pool; they share experts.  [default: 1; of MLA and large MoE models 1 and 8]",
+        metavar="N,...")  # fmt: skip
 @option("--ffn-ranks", None, "GPUs beside the engines of a decode worker that hold its experts, to "
         "choose from.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
 @option("--num-redundant-experts redundant", None, "Numbers of redundant experts to choose from, "
@@ -407,6 +408,9 @@ def _print(answer: Answer, verbose: bool) -> None:
     words = plan_words(record, narrow=True)
     known, tables = record["assumptions"], [words[part] for part in ("rows", "front", "day")]
     click.echo(words["question"])
+    left_out = [note for note in record["notes"] if note.startswith("Not searched: ")]
+    for note in left_out:
+        click.echo(note)
     if known is not None and known["trace"].get("log_window"):
         print_log_part(known)
         click.echo(
@@ -425,8 +429,8 @@ def _print(answer: Answer, verbose: bool) -> None:
             rows = [[_ascii(cell.text) for cell in row] for row in table.rows]
             click.echo()
             print_table(table.caption, list(table.columns), rows)
-    if record["notes"]:
-        click.echo("\n" + "\n".join(record["notes"]))
+    if notes := [note for note in record["notes"] if note not in left_out]:
+        click.echo("\n" + "\n".join(notes))
     if answer.best is not None and known is not None:
         _print_assumptions(known)
     for warning in record["warnings"]:

@@ -176,16 +176,18 @@ def bands(folder: Path, out: Path | None) -> None:
     publishers that were left out.
 
     FOLDER is that of `eldr-sim validate published --out`."""
+    from eldr_sim.simulator.outcome.error_band import LOADS
     from eldr_sim.validation.published import bands as making
     from eldr_sim.validation.published.compared import compared_rows
 
     rows = compared_rows(folder)
-    residuals = making.residuals_of((*row[:2], *row[2:4]) for row in rows)
+    residuals = making.residuals_of(row[:4] for row in rows)
+    few = [row for row in rows if row.kind.load != LOADS[-1][1]]
+    pairs = making.pairs_of((r.publisher, r.common, r.own, r.measured, r.predicted) for r in few)
     cells = []
     for metric, values in residuals.items():
-        for few, part in zip((True, False), making.by_crowd(values), strict=True):
+        for load, part in zip(("up to 256", "more"), making.by_crowd(values), strict=True):
             of = making.coverage(part)
-            load = "up to 256" if few else "more"
             cells.append([metric, load, str(of.rows), str(len(of.by_publisher)),
                           f"{100 * of.covered:.0f}", f"{of.width:.2f}",
                           f"{of.one_width:.2f}"])  # fmt: skip
@@ -199,9 +201,16 @@ def bands(folder: Path, out: Path | None) -> None:
         "one band for all",
     ]
     print_table("Bands of 80%, of publishers that were left out", columns, cells)
+    lines = [
+        [metric, *map(str, cell.values())]
+        for metric, each in pairs.items()
+        if (cell := making.relative(each)) is not None
+    ]
+    title = "80% of ratios of two runs, launched otherwise, lie within this factor"
+    print_table(title, ["figure", "factor", "pairs", "publishers"], lines)
     if out is not None:
         made = {"version": version("eldr-sim"), "date": _today(), "rows": len(rows)}
-        text = json.dumps(making.bands(residuals, made), indent=1) + "\n"
+        text = json.dumps(making.bands(residuals, made, pairs), indent=1) + "\n"
         with whole_file(out, "out") as file:
             file.write_text(text, encoding="utf-8")
         click.echo(f"Wrote {out}")

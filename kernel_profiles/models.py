@@ -574,6 +574,28 @@ def list_models() -> list[str]:
     return list(_registry())
 
 
+@lru_cache(maxsize=32)
+def _in_fp8(name: str) -> ModelDims | None:
+    """Return a shipped bfloat16 model as ``NAME-FP8``, which its publisher offers beside it; None
+    for other names. Blocks of 128 x 128 in all linear layers and experts, but not in gates,
+    embedding and lm_head, as Qwen3-32B-FP8's ``config.json`` has them."""
+    base, dash, word = name.rstrip("/").rpartition("-")
+    found = matching(base, _spellings()) if dash and word.lower() == "fp8" else None
+    if found is None:
+        return None
+    dims = _registry()[found]
+    if dims.linear_dtype != "bfloat16" or dims.expert_dtype != "bfloat16":
+        return None
+    own = {
+        "name": f"{dims.name}-FP8",
+        "hf_id": f"{dims.hf_id}-FP8" if dims.hf_id else "",
+        "linear_dtype": "fp8_block",
+        "expert_dtype": "bfloat16" if dims.is_dense else "fp8_block",
+        "source": f"{dims.source}; weights in FP8 as Qwen3-32B-FP8's config.json stores them",
+    }
+    return ModelDims(**dims.model_dump() | own)
+
+
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
     """Dimensions of a shipped model, by its name or Hugging Face id (`model_names`), or of a
     ``config.json`` on disk or its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
@@ -584,6 +606,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     found = None if on_disk else matching(os.fspath(name), _spellings())
     if found is not None:
         return known[found]
+    if not on_disk and (eight_bits := _in_fp8(os.fspath(name))) is not None:
+        return eight_bits
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         try:

@@ -145,6 +145,8 @@ def _answer(document: Record) -> list[tuple[str, str]]:
         lines.append(("Runner-up", _name(other) + _price(other) + figures[1] + lost))
     if ties := document.get("ties"):
         told = "the seeds tell no difference, take the simpler"
+        if kind == "cluster":
+            told = "the price differs by less than predictions may be off (error band)"
         lines.append(("Tie", f"{'; '.join(map(_name, ties))}: {told}"))
     lines += _paid(document["answer"])
     if margin is not None:

@@ -26,7 +26,7 @@ from eldr_sim.simulator.control.run_policies import RunPolicies, queue_keys
 from eldr_sim.simulator.control.scaling import autoscale, check_scaling, mean_work
 from eldr_sim.simulator.outcome.catalogue import Headline, Shown, headline_tags, label, number
 from eldr_sim.simulator.outcome.metrics import slo_blocks
-from eldr_sim.simulator.outcome.summary import summary_of
+from eldr_sim.simulator.outcome.summary import judged, summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
 from eldr_sim.simulator.reference.cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -129,7 +129,7 @@ def simulate_summary(config: RunConfig) -> dict[str, Any]:
     prepared, workload, record = _run(config, None)
     summary = summary_of(config, prepared, workload, record)
     if "log_window" in workload.description and config.output.goodput.given:
-        summary["slo_blocks"] = slo_blocks(record, config.output.goodput)
+        summary["slo_blocks"] = slo_blocks(record, judged(config, prepared, record).output.goodput)
     return summary
 
 

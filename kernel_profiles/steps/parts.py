@@ -39,8 +39,8 @@ HOST_GAP_S = 0.0
 """Engine time per step that no kernel hides, for engines with asynchronous scheduling.
 
 Derived from the same five rows: measured TPOT less the sum of kernels, mean +0.02 ms, spread 0.5
-ms. At batch 1 older engines wait for the host (A100, Qwen3-30B-A3B: 9.6 ms measured against 5.5 ms
-of kernels, a gap of about 4 ms)."""
+ms. Engines that schedule a step when the last one has ended wait for the host
+(``config.engines.HOST_WAIT_MS``)."""
 
 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024

@@ -20,7 +20,7 @@ from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Interval, Objective, Verdict, is_below
 from eldr_sim.simulator.outcome.catalogue import Headline, label, number
-from eldr_sim.simulator.outcome.error_band import one_line
+from eldr_sim.simulator.outcome.error_band import one_line, relative
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Written
@@ -206,8 +206,17 @@ class Answer(Written):
 
     @property
     def ties(self) -> tuple[Trial, ...]:
-        """Clusters that the seeds do not show to carry less than the best, of ``split``."""
-        if self.best is None or self.question.kind != "split":
+        """Clusters that the seeds do not show to carry less than the best, of ``split``; of
+        ``cluster``, those of other candidates that cost more by less than predictions may err."""
+        if self.best is None:
+            return ()
+        if self.question.kind == "cluster":
+            return tuple(
+                row.trial
+                for row in self.rows[1:]
+                if row.trial is not None and row.cost < self.best.cost * _doubt(self.best, row)
+            )
+        if self.question.kind != "split":
             return ()
         return tuple(
             row.trial
@@ -236,6 +245,9 @@ class Answer(Written):
         if self.best is not None and self.best.trial is not None:
             band = self.best.trial.summaries[0].get("error_band")  # a journal may be older
             said += [] if band is None else [f"Answer: {one_line(band)}"]
+            if (bounds := self.best.trial.summaries[0].get("judged_by_ms")) is not None:
+                kept = ", ".join(f"{name.upper()} {ms:.4g} ms" for name, ms in bounds.items())
+                said.append(f"Judged at the bad end of the band: predictions keep {kept}")
         return tuple(said)
 
     @property
@@ -342,6 +354,23 @@ FIGURE_NAMES: dict[Kind, str] = {
 }  # fmt: skip
 
 R = TypeVar("R", bound=Row)
+
+
+def _doubt(best: Row, other: Row) -> float:
+    """Return the factor by which the prices of two clusters may differ where neither is shown to be
+    cheaper: how far the ratio of their TPOT may be off. Clusters that differ in policy alone share
+    their errors: seeds decide. Others on the same GPUs err as pairs of published runs did, on other
+    GPUs by half the widths of both bands together."""
+    if other.gpu == best.gpu:
+        policies = {
+            None if row.trial is None else row.trial.config.policies.policy for row in (best, other)
+        }
+        return 1.0 if len(policies) > 1 else float(relative()["tpot"]["factor"])
+    widths = []
+    for row in (best, other):
+        band = None if row.trial is None else row.trial.summaries[0].get("error_band")
+        widths.append(0.0 if band is None else math.log(band["tpot"]["high"] / band["tpot"]["low"]))
+    return math.exp(0.5 * math.hypot(*widths))
 
 
 def rank(trial: Trial | None) -> tuple[float, float, float, float]:

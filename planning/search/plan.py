@@ -36,6 +36,7 @@ from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, raced
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search_size
+from eldr_sim.planning.search.shapes import usual_engines
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
 from eldr_sim.planning.search.why_not import named, why
 from eldr_sim.planning.slo import Objective, Verdict, t_interval
@@ -95,12 +96,16 @@ def cheapest_cluster(
     if space.strategies and config.cluster.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     _check(config, max_gpus)
+    asked, config = config, config.model_copy(update={"goodput": objective.level})
+    configs = clusters_to_plan(config, wanted, space.prices)
+    if not space.data_parallel_sizes:
+        usual = {n for each in configs for n in usual_engines(each)}
+        space = dataclasses.replace(space, data_parallel_sizes=sorted(usual))
+        engines = space.engines
     check_ffn_ranks(space.ffn_ranks, engines)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
-    asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, wanted, space.prices)
     runs.tell()
     clusters = [named(each) for each in why_not]
     candidates = _candidates(configs, space, objective)

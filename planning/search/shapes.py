@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
@@ -61,6 +63,19 @@ def shapes(
             if together:
                 yield sized.model_copy(update={"topology": "1C", "prefill": Pool()})
             yield from _beside(sized, workers if whole == ways[0] else ())
+
+
+def usual_engines(config: RunConfig) -> list[int]:
+    """Return the engines of a worker that people deploy a model with, for a search: of MLA and
+    large MoE models also a node of data-parallel attention with expert parallelism, as the
+    publishers' guides do for DeepSeek-R1 and V3 (vLLM's and SGLang's) and TensorRT-LLM's for
+    Qwen3-235B-A22B. Large: a GPU holds no more than half of its weights."""
+    one, model = config.cluster.data_parallel_size, load_model(config.engine.model)
+    if one > 1 or model.is_dense or not config.cluster.generates:
+        return [one]
+    memory = min(load_gpu(pool.own.gpu or "").memory_bytes for pool in config.pools)
+    large = model.weight_bytes > 2 * memory
+    return [one, NODE_GPUS] if large or model.attention == "mla" else [one]
 
 
 def _beside(config: RunConfig, workers: Sequence[tuple[int, int]]) -> Iterator[RunConfig]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
 
 METRICS = ("ttft", "tpot", "throughput")
 #: Most requests in flight on a worker, by load.
@@ -94,6 +95,38 @@ def _named(kind: Kind, depth: int) -> str:
 def interval(band: Mapping[str, Any], metric: str, value: float) -> tuple[float, float]:
     """Return the ends of the band around a predicted value."""
     return value * band[metric]["low"], value * band[metric]["high"]
+
+
+def at_bad_end(level: ServiceLevel, band: Mapping[str, Any]) -> ServiceLevel:
+    """Return the bounds that predictions keep where measurements at the bad end of the band keep
+    ``level``; an end-to-end latency has the wider of the bands of its parts."""
+    high = {name: band[name]["high"] for name in ("ttft", "tpot")}
+    high["e2el"] = max(high.values())
+    bounds = level.model_dump(exclude_none=True)
+    return ServiceLevel(**{name: bound / high[name] for name, bound in bounds.items()})
+
+
+def relative(bands: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return how far the ratio of two predictions of one model, GPU, engine and load may be off,
+    by metric: ``factor``, ``pairs`` and ``publishers`` that it rests on; without metrics that have
+    no pairs."""
+    found: dict[str, Any] = (shipped() if bands is None else bands)["relative"]
+    return found
+
+
+def relative_line() -> str:
+    """Return the band of comparisons in a sentence."""
+    parts = [
+        f"{name.upper()} {100 * (cell['factor'] - 1):.0f}% ({cell['pairs']} pairs by "
+        f"{cell['publishers']} publishers)"
+        for name, cell in relative().items()
+        if name != "throughput"
+    ]
+    return (
+        "Error band of differences: ratios of two published runs of one model, GPU, engine and "
+        f"load, launched otherwise, lie in 80% of pairs within {', '.join(parts)} of the "
+        "predicted; none of the pairs differ in routing policy"
+    )
 
 
 def in_words(band: Mapping[str, Any]) -> list[str]:

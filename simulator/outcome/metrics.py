@@ -174,7 +174,7 @@ def summarise(
         "prefill_throughput": int(prefilled.sum()) / seconds,
         "computed_prompt_throughput": prompt_tokens / seconds,
         "makespan_s": float(finish[done].max() - requests["arrival_s"][0]) if done.any() else None,
-        "max_concurrent_requests": _peak_concurrency(record),
+        "max_concurrent_requests": peak_concurrency(record),
         "in_flight_at_window_start": _in_flight(record, start),
         "in_flight_at_window_end": _in_flight(record, end),
         "load_growth": load_growth(
@@ -341,7 +341,8 @@ def _refused(record: RunRecord) -> Bools:
     return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM, OVER_BUDGET))
 
 
-def _peak_concurrency(record: RunRecord) -> int:
+def peak_concurrency(record: RunRecord) -> int:
+    """Return the most requests in flight in the measured window."""
     start, end = record.window
     sent = record.requests[(record.requests["sent_s"] >= 0.0) & ~_refused(record)]
     finish = np.where(sent["finish_s"] >= 0.0, sent["finish_s"], np.inf)

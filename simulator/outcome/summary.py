@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.arrays import Ints, Records
+from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.calibration import load_calibration
@@ -17,9 +18,10 @@ from eldr_sim.policies.eldr.router import EldrParameters
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import is_overload, limits_of
-from eldr_sim.simulator.outcome.error_band import band_of, kind_of
+from eldr_sim.simulator.outcome.error_band import Kind, at_bad_end, band_of, kind_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures
-from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
+from eldr_sim.simulator.outcome.load_warnings import load_warnings
+from eldr_sim.simulator.outcome.metrics import describe, draft_counters, peak_concurrency, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
 from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures, tier_figures
 from eldr_sim.simulator.outcome.window_steps import added, steps_within
@@ -406,18 +408,35 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
-def _error_band(
-    config: RunConfig, prepared: PreparedRun, summary: dict[str, Any]
-) -> dict[str, Any]:
-    """Return how wrong the figures may be; throughput only where the load does not set it."""
+def judged(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> RunConfig:
+    """Return the configuration with the objective that predictions are judged by: with
+    ``confidence`` the bounds that hold at the bad end of the error band."""
+    level = config.output.goodput
+    if config.output.confidence is None:
+        return config
+    if not level.given:
+        raise InputError("confidence", "no objective is judged", "--goodput ttft:500,tpot:30")
+    band = band_of(_kind(config, prepared, peak_concurrency(record)))
+    return config.replace(goodput=at_bad_end(level, band))
+
+
+def _kind(config: RunConfig, prepared: PreparedRun, in_flight: int) -> Kind:
+    """Return the kind of a run. ``in_flight``: most requests in flight in the cluster."""
     decoders = sum(pool.workers for pool in config.pools if pool.decodes)
-    kind = kind_of(
+    return kind_of(
         config.engine.engine,
         prepared.spec.decode.step_time.gpu.name,
         prepared.model,
         apart=config.cluster.hands_over,
-        in_flight=summary["max_concurrent_requests"] / max(decoders, 1),
+        in_flight=in_flight / max(decoders, 1),
     )
+
+
+def _error_band(
+    config: RunConfig, prepared: PreparedRun, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Return how wrong the figures may be; throughput only where the load does not set it."""
+    kind = _kind(config, prepared, summary["max_concurrent_requests"])
     found = band_of(kind)
     rate = summary["request_rate"]
     growth = summary["load_growth"]
@@ -430,6 +449,7 @@ def summary_of(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds: the run, its figures, and what they rest on."""
+    config = judged(config, prepared, record)
     model, trace, spec = prepared.model, prepared.trace, prepared.spec
     window, (sizes, outside) = record.window, _batches(record, spec)
     copies = {} if trace is None else copies_met(trace, workload, record, sizes)
@@ -465,6 +485,9 @@ def summary_of(
         summary["speculative_decoding"] = told[0] | draft_counters(record)
     summary["limits"] = limits_of(record, spec)
     summary["error_band"] = _error_band(config, prepared, summary)
+    if config.output.confidence is not None:
+        bounds = config.output.goodput.model_dump(exclude_none=True)
+        summary["judged_by_ms"] = {name: round(bound, 3) for name, bound in bounds.items()}
     summary["prefill_mfu"] = _prefill_mfu(config, prepared, record)
     summary |= _workers(spec.decode)
     if config.engine.num_gpu_blocks_override is not None:
@@ -505,7 +528,10 @@ def summary_of(
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,
         "lookups_outside_tables": outside,
-        "latency_warnings": _warnings(config, prepared),
+        "latency_warnings": [
+            *_warnings(config, prepared),
+            *load_warnings(config.requests, workload, summary["error_band"]),
+        ],
         "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if config.cluster.hands_over else [],
         "prompt_experts": experts,

@@ -30,7 +30,7 @@ ALWAYS = {
     for why, names in {
         "what the run is": "workload request_rate num_requests seed trace routing topology model "
         "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
-        "host_gap_ms calibration goodput config_file preset frontend expert_gather out "
+        "host_gap_ms calibration confidence goodput config_file preset frontend expert_gather out "
         "price_per_gpu_hour speculative_config prefill.speculative_config "
         "decode.speculative_config",
         "the workers themselves": "engine prefill.engine decode.engine engine_args from_manifest "

@@ -279,3 +279,25 @@ def test_mla_keeps_one_tensor_a_layer_others_two(name):
     model = load_model(name)
     attends = model.n_layers - model.n_linear_layers
     assert model.n_kv_tensors == attends * {"mla": 1, "gqa": 2}[model.attention]
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("Qwen/Qwen3-8B-FP8", "Qwen3-8B"), ("qwen3-14b-fp8", "Qwen3-14B"),
+        ("zai-org/GLM-4.6-FP8", "GLM-4.5"), ("zai-org/GLM-4.5-Air-FP8", "GLM-4.5-Air"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_in_fp8_is_its_model_at_half_the_bytes(name, base):
+    found, whole = load_model(name), load_model(base)
+    assert found.name == f"{base}-FP8"
+    assert found.total_params == whole.total_params
+    kept = 2 * (found.embedding_params + found.lm_head_params)
+    assert (found.weight_bytes - kept) / (whole.weight_bytes - kept) == pytest.approx(0.5, abs=0.01)
+    assert load_model(found.name) is load_model(found.name)
+
+
+@pytest.mark.parametrize("name", ["Nothing-8B-FP8", "GPT-OSS-120B-FP8", "-FP8"])
+def test_what_has_no_bfloat16_model_is_no_fp8_one(name):
+    with pytest.raises(InputError, match="unknown model"):
+        load_model(name)

@@ -281,7 +281,10 @@ def test_arithmetic_alone_rules_out_what_it_can():
     assert "takes longer than the TTFT bound of 1 ms" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
     assert "at full speed, more than 4 GPUs" in found.rows[0].reasons[0]
-    found = ask(evaluate, config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[1, 2])
+    found = ask(
+        evaluate, config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[1, 2],
+        data_parallel_sizes=[1],
+    )  # fmt: skip
     reasons = [reason.split(":")[0] for reason in found.rows[0].reasons]
     assert {"xPyD TP1", "xPyD TP2", "xC TP1", "xC TP2"} <= set(reasons)
     assert evaluate.configs == []
@@ -289,7 +292,10 @@ def test_arithmetic_alone_rules_out_what_it_can():
 
 def test_a_model_takes_the_workers_that_hold_it():
     """Qwen3-235B-A22B in bfloat16 does not fit on four H100, see docs/parallelism.md."""
-    found = ask(config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[], gpus=["H100"])
+    found = ask(
+        config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[], gpus=["H100"],
+        data_parallel_sizes=[1],
+    )  # fmt: skip
     assert {t.config.cluster.tensor_parallel_size for a in found.rows for t in a.trials} == {8}
 
 

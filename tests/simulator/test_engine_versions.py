@@ -58,7 +58,7 @@ def fields(**given):
         ("vllm==0.33", {"async_scheduling": True}),
         ("vllm==0.24", {"tokenizer_mode": "thread_pool"}),
         ("vllm==0.16.1", {"tokenizer_mode": "microbatch_sequential", "async_scheduling": True}),
-        ("vllm==0.13.0", {"async_scheduling": False, "host_gap_ms": 4.1}),
+        ("vllm==0.13.0", {"async_scheduling": False, "host_gap_ms": 3.1}),
         ("sglang==0.5.8", {"piecewise_cuda_graph": False}),
         ("sglang==0.5.9", {"piecewise_cuda_graph": None}),
         ("trtllm==1.2", {"block_size": 32}),

@@ -62,7 +62,7 @@ REFUSED = {
     "queue_order": "priority", "time_unit": "s", "routing_band": "high", "num_prefixes": 3,
     "eplb_interval": 1_000_000, "eplb_window": 100, "eplb_async": True,
     "eplb_overhead_ms": 3.0, "gather_interference": 0.5, "attention_dp_timeout_iters": 10,
-    "attention_dp_batching_wait_iters": 1,
+    "attention_dp_batching_wait_iters": 1, "confidence": 80,
 }  # fmt: skip
 #: Why a field has no such value.
 NONE = {

@@ -10,8 +10,9 @@ The coverage that is stated is of a second round: of publishers that neither the
 distance saw."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,14 @@ class Residual(NamedTuple):
 
     publisher: str
     kind: Kind
+    value: float
+
+
+class Pair(NamedTuple):
+    """Two runs of a publisher that differ in their launch alone: how far the logarithm of their
+    measured ratio is from that of the predicted one, the larger for the smaller."""
+
+    publisher: str
     value: float
 
 
@@ -165,9 +174,45 @@ def by_crowd(residuals: Sequence[Residual]) -> tuple[list[Residual], list[Residu
     return few, [each for each in residuals if each.kind.load == many]
 
 
-def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) -> dict[str, Any]:
+def pairs_of(
+    rows: Iterable[tuple[str, tuple[str, ...], str, Mapping[str, float], Mapping[str, float]]],
+) -> dict[str, list[Pair]]:
+    """Return pairs by metric. ``rows``: publisher, what two runs of a pair have in common, what
+    they differ in, measured and predicted figures."""
+    groups = defaultdict[tuple[str, ...], list[Any]](list)
+    for publisher, common, own, measured, predicted in rows:
+        groups[publisher, *common].append((own, measured, predicted))
+    found: dict[str, list[Pair]] = {metric: [] for metric in METRICS}
+    for (publisher, *_), alike in groups.items():
+        for (one, a, p), (other, b, q) in combinations(alike, 2):
+            for metric in METRICS if one != other else ():
+                values = [each.get(metric, 0.0) for each in (a, b, p, q)]
+                if min(values) > 0.0:
+                    off = math.log(values[0] / values[1]) - math.log(values[2] / values[3])
+                    found[metric].append(Pair(publisher, abs(off)))
+    return found
+
+
+def relative(pairs: Sequence[Pair]) -> dict[str, float] | None:
+    """Return the factor within which 80% of pairs lie, each publisher weighing the square root of
+    its pairs; None without pairs."""
+    if not pairs:
+        return None
+    counts = Counter(each.publisher for each in pairs)
+    order = np.argsort([each.value for each in pairs])
+    weights = np.array([counts[each.publisher] ** -0.5 for each in pairs])[order]
+    at = int(np.searchsorted(np.cumsum(weights), LEVEL * weights.sum()))
+    value = pairs[int(order[min(at, len(pairs) - 1)])].value
+    return {"factor": round(math.exp(value), 3), "pairs": len(pairs), "publishers": len(counts)}
+
+
+def bands(
+    residuals: Mapping[str, Sequence[Residual]],
+    made: Mapping[str, Any],
+    pairs: Mapping[str, Sequence[Pair]] | None = None,
+) -> dict[str, Any]:
     """Return the content of ``error_bands.json``. ``residuals``: by metric; ``made``: version, date
-    and rows that it is of."""
+    and rows that it is of; ``pairs``: by metric, for comparisons."""
     metrics, held = {}, {}
     for metric in METRICS:
         few, many = by_crowd(residuals[metric])
@@ -189,7 +234,11 @@ def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) 
             }
             for path, cell in sorted(grown.items())
         }
-    return {"level": LEVEL, "made": dict(made), "held": held, "metrics": metrics}
+    of_pairs = {metric: relative(each) for metric, each in (pairs or {}).items()}
+    return {
+        "level": LEVEL, "made": dict(made), "held": held, "metrics": metrics,
+        "relative": {metric: cell for metric, cell in of_pairs.items() if cell is not None},
+    }  # fmt: skip
 
 
 def residuals_of(

@@ -9,6 +9,11 @@ from eldr_sim.simulator.outcome.error_band import Kind
 from eldr_sim.validation.published import record, runs
 from eldr_sim.validation.published.journal import read_journal
 
+_COMMON = (
+    "model", "gpu", "request_rate", "max_concurrency", "requests", "input_len", "output_len",
+    "length_range", "options",
+)  # fmt: skip
+
 
 class ComparedRow(NamedTuple):
     """A row that was predicted and measured."""
@@ -17,6 +22,10 @@ class ComparedRow(NamedTuple):
     kind: Kind
     measured: Mapping[str, float]
     predicted: Mapping[str, float]
+    #: Model, GPU, engine and load, and how it was launched: runs that differ in the latter alone
+    #: are compared with each other.
+    common: tuple[str, ...]
+    own: str
 
 
 def compared_rows(folder: Path) -> list[ComparedRow]:
@@ -28,13 +37,19 @@ def compared_rows(folder: Path) -> list[ComparedRow]:
         what = predictions.get(run.name)
         if isinstance(what, dict) and run.measured and run.used != "fit":
             kind = runs.kind_of_run(run, what["in_flight"])
-            found.append(ComparedRow(run.row["publisher"], kind, run.measured, what))
+            common = tuple(run.row.get(name, "") for name in _COMMON)
+            own = " ".join(run.row[name] for name in ("engine", "launch"))
+            found.append(ComparedRow(run.row["publisher"], kind, run.measured, what, common, own))
     older = read_journal(folder / record.JOURNAL)
     for row in record.read() if older else ():
         what = None if row.run is None else older.get(row.key)
         if isinstance(what, dict) and row.run is not None and not row.run.excluded:
             by = record.publisher_of(row)
-            found.append(ComparedRow(by, record.kind_of_row(row), row.measured, what))
+            case = row.run.case
+            load = case.concurrency, case.input_len, case.output_len
+            common = (row.target, case.gpu, row.labels["engine"], *map(str, load))
+            kind = record.kind_of_row(row)
+            found.append(ComparedRow(by, kind, row.measured, what, common, str(case)))
     if not found:
         raise InputError("folder", f"{folder} has no predictions", "one of validate published")
     return found

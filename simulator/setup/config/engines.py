@@ -32,9 +32,11 @@ OPTIONS: dict[str, tuple[Engine, ...]] = {
     "attention_dp_batching_wait_iters": ("trtllm",),
     "piecewise_cuda_graph": ("sglang", "trtllm"),
 }
-#: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms: 9.6
-#: measured, 5.5 of kernels (A100, Qwen3-30B-A3B; `steps.parts.HOST_GAP_S`).
-HOST_WAIT_MS = 4.1
+#: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms:
+#: measured TPOT less kernels of Qwen3-30B-A3B on A100, vLLM 0.9, at seven lengths (3.0 to 3.2; 9.6
+#: ms measured, 6.5 of kernels at 128 tokens). Hosts of other GPUs were not measured apart: of two
+#: models on H100 the difference is 0.7 and 2.8 ms.
+HOST_WAIT_MS = 3.1
 #: Activation memory that vLLM before 0.17 holds beside later versions': 5.64 and 2.23 GiB of
 #: Qwen3-14B on H100 (0.15 and 0.16, 0.17 to 0.19: jgchn/llm-d-planner,
 #: accuracy/blog-gpu-capacity.md); other models' differs.

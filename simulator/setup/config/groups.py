@@ -490,6 +490,11 @@ class OutputConfig(Fields):
     ] = ServiceLevel()
     """Service-level objective of a good request, ms: ``ttft:500,tpot:30`` (also ``e2el``). A list,
     or repeat the option."""
+    confidence: Annotated[int | None, Option(metavar="80", unit="%")] = Field(
+        default=None, ge=80, le=80
+    )
+    """Judge requests against the objective at the bad end of the error band, which holds 80% of
+    published runs (docs/accuracy.md). Default: as predicted."""
 
 
 #: The groups of a configuration, by the attribute that holds each.

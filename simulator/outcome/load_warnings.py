@@ -1,0 +1,38 @@
+"""Warnings of loads under which published runs differ from simulated ones, for known reasons."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from eldr_sim.simulator.outcome.error_band import LOADS
+from eldr_sim.simulator.setup.config.requests import WorkloadConfig
+from eldr_sim.traces.workload import Workload
+
+
+def load_warnings(
+    requests: WorkloadConfig, workload: Workload, band: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a line for more requests in flight than engines were compared with, and for requests
+    that are all alike."""
+    if band["kind"]["load"] == LOADS[-1][1]:
+        cells = [f"{name.upper()} {band[name]['low']:.2g} to {band[name]['high']:.2g} times"
+                 for name in ("ttft", "tpot")]  # fmt: skip
+        yield (
+            f"more than {LOADS[-2][0]} requests in flight on a worker: API server and client then "
+            "set the pace of published runs, and are simulated as one core a server; 80% of the "
+            f"{band['tpot']['rows']} such runs measured {', '.join(cells)} the predicted"
+        )
+    together = requests.max_concurrency or 1
+    at_once = requests.effective_rate is not None and math.isinf(requests.effective_rate)
+    prompts, outputs = workload.prompt_len, workload.output_len
+    if (
+        at_once
+        and 1 < together < len(workload)
+        and prompts.min() == prompts.max()
+        and outputs.min() == outputs.max()
+    ):
+        yield (
+            f"all requests have {int(prompts[0])} prompt and {int(outputs[0])} output tokens and "
+            "begin together: they run in waves, which sets TTFT; where these are means of yours, "
+            "give --random-range-ratio or a log of their lengths"
+        )
