@@ -86,6 +86,6 @@ def test_rows_slower_than_on_siblings_of_slower_links_are_those_that_are_named()
 def test_a_result_that_rests_on_such_a_row_names_it():
     model = load_model("Qwen3-30B-A3B")
     said = build_all_to_all(model, load_gpu("B200"), "allgather_alltoall", 8).warnings
-    assert any("16,777,216 bytes takes 103.9 us, on H200" in warning for warning in said)
+    assert any("16,777,216 bytes takes 103.9 us; on H200" in warning for warning in said)
     assert not build_all_to_all(model, load_gpu("B200"), "nccl_alltoall", 8).warnings
     assert not build_all_to_all(model, load_gpu("H200"), "allgather_alltoall", 8).warnings
