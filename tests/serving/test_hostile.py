@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 from eldr_sim.errors import InputError
 from eldr_sim.guard import Guard
 from eldr_sim.serving.http import Intake, Limits, Refused, Site, listen, serve_sites
+from eldr_sim.serving.router import tasks as tasks_module
 from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.kv_events import CachedPrefixes, EventWatch, MalformedEvent
@@ -221,6 +222,29 @@ def test_a_task_that_ends_is_logged_counted_and_started_again():
         assert len(runs) == 4
 
     asyncio.run(scene())
+
+
+def test_a_task_that_fails_for_ever_is_tried_at_least_every_half_minute(monkeypatch):
+    """The waits double from 0.1 s up to 30 s; at 0.1 s a broken task would fill the log."""
+    waits = []
+
+    async def slept(seconds):
+        waits.append(seconds)
+        if len(waits) == 12:
+            raise asyncio.CancelledError
+
+    async def fails():
+        raise ValueError("odd")
+
+    async def scene():
+        tasks = Supervisor(lambda _name: None, lambda _line: None)
+        with pytest.raises(asyncio.CancelledError):
+            await tasks._keep("test", fails)
+
+    monkeypatch.setattr(tasks_module.asyncio, "sleep", slept)
+    asyncio.run(scene())
+    assert waits[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    assert waits[-2:] == [30.0, 30.0]
 
 
 class Unruly:

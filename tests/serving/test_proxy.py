@@ -539,8 +539,10 @@ def test_a_client_that_leaves_while_its_request_is_held():
             asyncio.create_task(router.route(RequestInfo(number, 5, 0))) for number in (1, 2)
         )
         await asyncio.sleep(0)
+        assert router.n_held == 2
         leaving.cancel()
         await asyncio.sleep(0)
+        assert router.n_held == 1
         router.complete(0, 0)
         assert await staying == 0
         router.complete(2, 0)

@@ -111,6 +111,31 @@ def test_rates_of_counts_and_of_prometheus(tmp_path):
     assert load_shape(str(answer)).rates.tolist() == [1.0, 0.5]
 
 
+def test_rows_of_one_step_of_time_add_up(tmp_path):
+    """A row a model: the requests of an hour are those of its rows, and its length is an hour."""
+    usage = tmp_path / "usage.csv"
+    rows = [(0, 1800), (0, 1800), (3600, 7200), (3600, 0)]
+    text = "".join(f"{1715299200 + at},{1715302800 + at},{n}\n" for at, n in rows)
+    usage.write_text("start_time,end_time,num_model_requests\n" + text)
+    shape = load_shape(str(usage))
+    assert shape.edges_s.tolist() == [0.0, 3600.0, 7200.0]
+    assert shape.rates.tolist() == [1.0, 2.0]
+
+
+def test_a_log_longer_than_a_month_asks_for_its_unit(tmp_path):
+    """Mooncake's ``timestamp`` has its unit by custom alone; a column's name may say it."""
+    step = 40 * 86_400_000 // 400
+    rows = [{"timestamp": i * step, "input_length": 90, "output_length": 9} for i in range(401)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"spans 40 days .*--time-unit"):
+        read_request_log(tmp_path / "log.jsonl")
+    text = "".join(f"{i * step},90,9\n" for i in range(401))
+    (tmp_path / "log.csv").write_text("sent_ms,isl,osl\n" + text)
+    columns = "time_ms=sent_ms,input=isl,output=osl"
+    notes = " ".join(read_request_log(tmp_path / "log.csv", columns=columns).header.notes)
+    assert "spans 40 days: is 'sent_ms' in ms?" in notes
+
+
 def test_blocks_are_read_alike_by_arrow_and_row_by_row(tmp_path, monkeypatch):
     """Small blocks, of which some hold a row that Arrow cannot read: the same log."""
     from eldr_sim.traces.requests.logs import table_files
