@@ -30,6 +30,15 @@ def test_one_seed_has_no_interval():
     assert math.isnan(high)
 
 
+def test_seeds_without_a_value_on_either_side_are_left_out():
+    """A run in which nothing ended has no latency: it is neither 0 nor -100%."""
+    assert paired_percent([None, 9.0, 12.0], [10.0, 10.0, None]) == pytest.approx(
+        paired_percent([9.0], [10.0]), nan_ok=True
+    )
+    assert np.isnan(paired_percent([None], [10.0]).mean)
+    assert np.isnan(paired_percent([9.0], [0.0]).mean)
+
+
 def test_interval_covers_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = 0
