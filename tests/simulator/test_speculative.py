@@ -492,7 +492,7 @@ def test_pools_may_draft_differently():
     """Two decode pools of two and three drafts, and one that drafts nothing, behind one router."""
     first, second = ({"workers": 1, "speculative_config": drafts(k, synthetic_acceptance_length=k)}
                      for k in (2, 3))  # fmt: skip
-    pools = {"p": {"workers": 1, "then": ["none", "a", "b"]}, "none": {"workers": 1}}
+    pools = {"p": {"workers": 1, "then": ["plain", "a", "b"]}, "plain": {"workers": 1}}
     topology = pools | {"a": first, "b": second}
     summary = run(None, topology=topology, num_requests=30).summary
     told = summary["speculative_decoding"]
