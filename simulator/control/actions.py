@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eldr_sim.arrays import Int32s, Records, with_more
+from eldr_sim.arrays import Bools, Int32s, Records, with_more
 from eldr_sim.jit import njit
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.plane import choose, events, loop, network, state
@@ -258,7 +258,8 @@ class Actions:
         return self._still_open
 
     def _not_ended(self, requests: Int32s) -> Int32s:
-        return requests[self.requests["outcome"][requests] == state.OPEN]
+        still: Bools = self.requests["outcome"][requests] == state.OPEN
+        return requests[still]
 
     def came(self, how_far: str) -> Int32s:
         """Return the requests that have ``arrived``, or been ``sent``, in order."""

@@ -266,9 +266,13 @@ def test_names_may_hold_dots(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("begin", "said"), [(gzip.compress(b"a"), "gunzip"), ("a,b".encode("utf-16"), "UTF-16"),
-                        (b"PK\x03\x04\xff", "Excel")]
-)  # fmt: skip
+    ("begin", "said"),
+    [
+        pytest.param(gzip.compress(b"a"), "gunzip", id="gzip"),
+        pytest.param("a,b".encode("utf-16"), "UTF-16", id="utf-16"),
+        pytest.param(b"PK\x03\x04\xff", "Excel", id="zip"),
+    ],
+)
 def test_packed_files_are_named(begin, said, tmp_path):
     (tmp_path / "log.csv").write_bytes(begin)
     with pytest.raises(InputError, match=said):
