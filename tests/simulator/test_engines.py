@@ -42,6 +42,15 @@ def options(**given):
     return SimpleNamespace(**dict.fromkeys(names) | given)
 
 
+@pytest.mark.parametrize("given", [None, 0.3, 1.0, 2.0])
+def test_sglang_reserves_three_tenths_where_engines_share_attention(given):
+    """``_handle_data_parallelism`` multiplies what is given; 0.7 x it is at most 1."""
+    told = options(schedule_conservativeness=given)
+    one, many = (rules_of("sglang", told, 8192, n).first_share for n in (1, 2))
+    assert one == pytest.approx(min(0.7 * (given or 1.0), 1.0))
+    assert many == pytest.approx(min(0.7 * 0.3 * (given or 1.0), 1.0))
+
+
 class Twin:
     """One engine of SGLang or TensorRT-LLM, whose steps take what `by_hand` says."""
 

@@ -1,5 +1,7 @@
 """Parts of request logs: against logs that are cut by hand."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,6 +86,30 @@ def test_a_part_is_what_a_log_that_is_cut_by_hand_holds(
     assert len(replayed) == (times[first:] < until + (until - since)).sum() or until > times[-1]
     if rate is not None and until < times[-1]:
         assert inside.sum() / (stop - start) == pytest.approx(rate)
+
+
+def test_sessions_of_a_part_go_on_with_requests_of_the_part(tmp_path):
+    """Each follows the request that it followed in the log; one that lies before the part, none."""
+    rows = [
+        {"timestamp": 1000 * at, "request_id": str(at), "input_length": 20, "output_length": 3,
+         "hash_ids": [1], "wait_for": [str(at - step) for step in (3, 5) if at >= step]}
+        for at in range(20)
+    ]  # fmt: skip
+    path = tmp_path / "agents.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    log = read_request_log(path)
+    part = choose_part(log, since=6.5, until=11.5)
+    cut, first = part.cut(log), part.first(log)
+    n = len(cut.arrival_s)
+    assert (first, n) == (7, 10)
+    before = log.parent[first : first + n] - first
+    assert (before < -1).any()
+    assert (before >= 0).any()
+    assert cut.parent.tolist() == np.maximum(before, -1).tolist()
+    assert (cut.parent < np.arange(n)).all()
+    inside = {(a - first, b - first) for a, b in log.joins.tolist() if first <= b < a < first + n}
+    assert set(map(tuple, cut.joins.tolist())) == inside
+    assert 0 < len(inside) < len(log.joins)
 
 
 def test_the_busiest_part_has_the_most_requests(gateway):
