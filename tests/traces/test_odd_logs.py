@@ -277,3 +277,34 @@ def test_packed_files_are_named(begin, said, tmp_path):
     (tmp_path / "log.csv").write_bytes(begin)
     with pytest.raises(InputError, match=said):
         read_request_log(tmp_path / "log.csv")
+
+
+#: Files of other tools that hold a field by which a format was once taken to be known.
+OTHERS = {
+    "genai-perf": {"experiments": [{"requests": [{"timestamp": 1, "response_timestamps": [2]}]}]},
+    "requests": {"requests": [{"id": 1, "arrival": 0.5, "prompt_len": 90, "output_len": 9}]},
+    "pytest-benchmark": {"machine_info": {}, "benchmarks": [{"name": "a", "stats": {"mean": 1.0}}]},
+    "completions": {"id": "a", "metadata": {"user": "x"}, "prompt": "hello", "created": 1719000000},
+    "mt-bench": {"question_id": 81, "turns": ["Compose a post.", "Rewrite it."]},
+    "questions": {"id": "a", "turns": [{"question": "x", "answer": "y"}]},
+    "usage": {"date": "2026-01-01", "total_input_tokens": 1000, "total_output_tokens": 100},
+    "counts": {"name": "a", "num_requests": 100, "median_ms": 4.0},
+    "prompts": {"data": [{"payload": [{"model": "m", "messages": []}]}]},
+    "throughput": {"elapsed_time": 10.0, "num_requests": 100, "requests_per_second": 10.0},
+}
+_TOOLS = ("weka", "aiperf", "genai-perf", "guidellm", "mooncake", "usage export", "vllm")
+_NAMED = {"genai-perf": {"genai-perf", "aiperf"}, "prompts": {"genai-perf", "aiperf"},
+          "throughput": {"vllm"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_refusal_names_no_other_format(name, suffix, tmp_path):
+    """A file is refused by its own name, or as unknown, never as a bad file of another tool."""
+    lines = 1 if suffix == "json" or name in _NAMED else 2
+    file = tmp_path / f"a.{suffix}"
+    file.write_text((json.dumps(OTHERS[name]) + "\n") * lines)
+    with pytest.raises(InputError) as refused:
+        read_request_log(file)
+    said = str(refused.value).replace(str(file), "").lower()
+    assert {tool for tool in _TOOLS if tool in said} == _NAMED.get(name, set())

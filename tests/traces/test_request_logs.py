@@ -396,7 +396,7 @@ def test_columns_of_any_table(tmp_path):
         ("PAR1x", "input=a,output=b", "no Parquet file"),
         (json.dumps(VLLM | {"output_lens": [1]}), None, "differ in length"),
         (json.dumps(VLLM) + "\n" + json.dumps(VLLM), None, "more than one result"),
-        ('{"total_input_tokens": 3}', None, "--save-detailed"),
+        ('{"total_input_tokens": 3, "completed": 1}', None, "--save-detailed"),
         (json.dumps(VLLM | {"start_times": ["x", 1, 2]}), None, "request 0: got 100"),
         (json.dumps(aiperf("soon", 1, 2)), None, "line 1: got"),
     ],

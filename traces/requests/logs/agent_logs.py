@@ -19,8 +19,12 @@ _SCOPE, _UNSHARED = 1 << 40, 1 << 63  # ids of a session; ids of blocks that hav
 
 
 def is_agent_session(record: Any) -> bool:
-    """Whether a JSON value is a session in Weka's format."""
-    return isinstance(record, dict) and isinstance(record.get("requests"), list)
+    """Whether a JSON value is a session in Weka's format, judged by what its first request has."""
+    if not isinstance(record, dict) or not isinstance(record.get("requests"), list):
+        return False
+    first = next(iter(record["requests"]), None)
+    own = isinstance(first, dict) and ({"in", "hash_ids"} & first.keys() or "t" in first)
+    return bool(own) or "block_size" in record or "hash_id_scope" in record
 
 
 def agent_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:

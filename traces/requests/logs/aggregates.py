@@ -96,6 +96,9 @@ def unfolded(record: Any) -> list[dict[str, Any]] | None:
 
 def refuse(file: Path, records: Sequence[Mapping[str, Any]], counts: str | None) -> None:
     """Raise the InputError of a file of counts that is given as requests."""
+    if counts is not None and guessed_time(names_of(records[0]), records) is None:
+        problem = f"holds counts of requests ({counts!r}) without times, not requests"
+        raise InputError(str(file), problem, "a log of requests, with times")
     what = "sums over even steps of time" if counts is None else f"counts of requests ({counts!r})"
     allowed = f"--load {file.name} for its rate" if counts is not None else "a log of requests"
     lengths = []

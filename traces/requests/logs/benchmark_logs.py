@@ -21,10 +21,15 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of
 from eldr_sim.traces.streams import stream
 
+_OF_RESULT = ("completed", "request_throughput", "request_rate", "backend")
+
 
 def is_vllm_result(record: Any) -> bool:
-    """Whether a JSON value is a result of ``vllm bench serve``."""
-    return isinstance(record, dict) and ("input_lens" in record or "total_input_tokens" in record)
+    """Whether a JSON value is a result of ``vllm bench serve``; sums of tokens alone are none."""
+    if not isinstance(record, dict):
+        return False
+    sums = "total_input_tokens" in record and not record.keys().isdisjoint(_OF_RESULT)
+    return "input_lens" in record or sums
 
 
 class StatedLoad(NamedTuple):
@@ -108,7 +113,10 @@ def vllm_rows(file: Path, record: Mapping[str, Any], stated: StatedLoad) -> Iter
 
 def is_aiperf(record: Any) -> bool:
     """Whether a JSON value is a record of AIPerf's ``profile_export.jsonl``."""
-    return isinstance(record, dict) and isinstance(record.get("metadata"), dict)
+    if not isinstance(record, dict) or not isinstance(record.get("metadata"), dict):
+        return False
+    times = {"request_start_ns", "timestamp_ns", "benchmark_phase", "credit_phase"}
+    return "metrics" in record or not times.isdisjoint(record["metadata"])
 
 
 def aiperf_rows(file: Path, records: Iterable[Any], left_out: dict[str, int]) -> Iterator[Row]:
@@ -142,7 +150,12 @@ def aiperf_rows(file: Path, records: Iterable[Any], left_out: dict[str, int]) ->
 
 def is_guidellm(record: Any) -> bool:
     """Whether a JSON value is a report of GuideLLM."""
-    return isinstance(record, dict) and isinstance(record.get("benchmarks"), list)
+    if not isinstance(record, dict) or not isinstance(record.get("benchmarks"), list):
+        return False
+    own = {"requests", "metrics", "config"}
+    runs = record["benchmarks"]
+    first = runs[0] if runs else {}
+    return isinstance(first, dict) and (not first or not own.isdisjoint(first))
 
 
 def guidellm_rows(file: Path, report: Mapping[str, Any], left_out: dict[str, int]) -> Iterator[Row]:

@@ -241,7 +241,8 @@ FORMATS: tuple[LogFormat, ...] = (
         use="", way="query_range of rate(vllm:request_success_total[1m]) as --load",
     ),
     LogFormat(
-        "aiperf summary", "AIPerf's and GenAI-Perf's profile_export_aiperf.json: means",
+        "aiperf summary", "Summaries of AIPerf and GenAI-Perf (profile_export_aiperf.json, "
+        ".csv): means",
         '{"request_throughput": {"avg": 4.0}, "time_to_first_token": {"avg": 80.0}, '
         '"input_sequence_length": {"avg": 907.0}}',
         use="", way="profile_export.jsonl as --workload, or validate bench with this file",
@@ -250,6 +251,17 @@ FORMATS: tuple[LogFormat, ...] = (
         "genai-perf", "GenAI-Perf's profile_export.json: times of responses, no lengths",
         '{"service_kind": "openai", "experiments": [{"experiment": {}, "requests": []}]}',
         use="", way="profile_export.jsonl of AIPerf, its successor",
+    ),
+    LogFormat(
+        "aiperf inputs", "AIPerf's and GenAI-Perf's inputs.json: the prompts that were sent",
+        '{"data": [{"session_id": "s0", "payloads": [{"model": "m", "messages": []}]}]}',
+        use="", way="profile_export.jsonl beside it",
+    ),
+    LogFormat(
+        "vllm bench totals", "vllm bench throughput and latency (--output-json): totals",
+        '{"elapsed_time": 10.0, "num_requests": 100, "total_num_tokens": 60000, '
+        '"requests_per_second": 10.0, "tokens_per_second": 6000.0}',
+        use="", way="vllm bench serve --save-result --save-detailed",
     ),
     LogFormat(
         "inference-perf summary", "inference-perf's summary and stage files: means",
@@ -284,16 +296,28 @@ def known_formats() -> list[LogFormat]:
     return [known for known in FORMATS if known.example]
 
 
+def _first_has(entries: Any, *names: str) -> bool:
+    """Whether a list of objects begins with one that has a field of ``names``."""
+    first = entries[0] if isinstance(entries, list) and entries else None
+    return isinstance(first, Mapping) and any(name in first for name in names)
+
+
 def refused_format(text: str, record: Any) -> LogFormat | None:
     """Return the format of a file that is not read; None where it is none of those known.
 
     ``text``: how the file begins; ``record``: its JSON value, where it is JSON."""
     if text.lstrip().startswith(("# HELP ", "# TYPE ")):
         return named_format("prometheus metrics")
+    if text.startswith("Metric,avg,min,max"):
+        return named_format("aiperf summary")
     if not isinstance(record, Mapping):
         return None
-    if "experiments" in record and "service_kind" in record:
+    if _first_has(record.get("experiments"), "experiment", "requests"):
         return named_format("genai-perf")
+    if _first_has(record.get("data"), "payload", "payloads"):
+        return named_format("aiperf inputs")
+    if "avg_latency" in record or {"elapsed_time", "num_requests"} <= record.keys():
+        return named_format("vllm bench totals")
     if "load_summary" in record or ("successes" in record and "failures" in record):
         return named_format("inference-perf summary")
     if any(str(name).startswith("results_number_") for name in record):

@@ -24,7 +24,13 @@ _MEDIA = ("image", "images", "image_uuids", "audio", "audios", "video", "videos"
 
 def is_multi_turn(record: Any) -> bool:
     """Whether a JSON value is a session in AIPerf's format."""
-    return isinstance(record, dict) and isinstance(record.get("turns"), list)
+    if not isinstance(record, dict) or not isinstance(record.get("turns"), list):
+        return False
+    known = {"text", "texts", "input_length", "output_length", "delay", *_MEDIA}
+    first = next(iter(record["turns"]), {})
+    if isinstance(first, str):  # questions, as MT-Bench has them
+        return False
+    return not isinstance(first, dict) or not first or not known.isdisjoint(first)
 
 
 def multi_turn_rows(file: Path, records: Iterable[Any], output_len: int | None) -> Iterator[Row]:

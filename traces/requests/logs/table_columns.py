@@ -328,7 +328,8 @@ _ANSWER_WORDS = ("completion", "output", "generated", "response", "decode", "ans
 _TIME_WORDS = ("arriv", "timestamp", "start", "time", "created", "date", "sent", "received")
 _NO_TIMES = ("end", "finish", "ttft", "latenc", "duration", "first", "last", "elapsed", "itl",
              "tpot", "complet", "think", "e2e", "wait", "queue", "deadline",
-             "updated", "timeout", "inter", "gap", "delta", "delay", "since")  # fmt: skip
+             "updated", "timeout", "inter", "gap", "delta", "delay", "since", "response time",
+             "response_time")  # fmt: skip
 _GAPS = re.compile(r"inter_?arrival|^iat(?![a-z])|arrival_?(?:gap|delta|interval|delay)", re.I)
 #: Tokens that no row of requests has in the mean: such rows are sums.
 _SUMS = 1_000_000
