@@ -66,8 +66,8 @@ _OF_EXPERTS = ("domain", "eldr")
         shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
 @option("--seeds", int, "Number of seeds, counted from --seed.", default=5)
 @jobs_option
-@option("--drafts", None, "Compare numbers of drafts of --speculative-config with none, under the "
-        "first policy.", metavar="N,N,...")  # fmt: skip
+@option("--drafts", None, "Compare numbers of drafts of --speculative-config with 0, none, which "
+        "always runs, under the first policy.", metavar="N,N,...")  # fmt: skip
 @option("--concurrencies", None, "Requests in flight of --drafts.  [default: 1,4,16,64]",
         metavar="N,N,...")  # fmt: skip
 @option("--vary axes", None, "Compare values of a field instead, under the first policy: "

@@ -98,7 +98,18 @@ class DraftComparison(Written):
         )  # fmt: skip
         cluster = self.config.cluster
         title = f"{self.config.engine.model} on {cluster.gpu}, {cluster.topology}"
-        return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
+        return Headline(
+            f"{title}, {self.compared}, mean over seeds ({self.n_seeds})", columns, rows
+        )
+
+    @property
+    def compared(self) -> str:
+        """Return which drafts are compared, in words."""
+        *some, last = map(str, sorted({row.drafts for row in self.rows}))
+        numbers = f"{', '.join(some)} and {last}" if some else last
+        given = self.config.steps.speculative_config
+        drafter = "" if given is None else f" of {given.model or given.method}"
+        return f"{numbers} draft{'' if numbers == '1' else 's'}{drafter} against none"
 
     def record(self) -> dict[str, Any]:
         """Return the rows as plain values, ready for JSON."""
@@ -126,25 +137,26 @@ def compare_drafts(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> DraftComparison:
-    """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`."""
+    """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`.
+
+    ``drafts`` may hold 0, which is none and always runs."""
     given = config.steps.speculative_config
     if given is None:
         raise InputError("drafts", "no method or model is given", "--speculative-config beside it")
-    for name, values, most in (
-        ("drafts", drafts, given.num_speculative_tokens),
-        ("concurrencies", concurrencies, 65536),
-    ):
-        if not values or any(not 1 <= value <= most for value in values):
-            raise InputError(name, f"{list(values)}", f"numbers of 1 to {most}")
+    if not concurrencies or any(not 1 <= value <= 65536 for value in concurrencies):
+        raise InputError("concurrencies", f"{list(concurrencies)}", "numbers of 1 to 65536")
+    cut = {k: given.cut(k) for k in sorted({0, *drafts})}
+    if len(cut) < 2:
+        problem, most = "only 0, which is the reference", given.num_speculative_tokens
+        raise InputError("drafts", problem, f"one or more of 1 to {most} as well")
     configs: dict[tuple[int, int], RunConfig] = {}
     for concurrency in sorted(set(concurrencies)):
         requests = config.requests.num_requests or max(24, _REQUESTS * concurrency)
         loop = config.replace(
             max_concurrency=concurrency, num_requests=requests, request_rate="inf", duration=None
         )
-        configs[concurrency, 0] = loop.replace(speculative_config=None)
-        for k in sorted(set(drafts)):
-            configs[concurrency, k] = loop.replace(speculative_config=given.cut(k))
+        for k, fields in cut.items():
+            configs[concurrency, k] = loop.replace(speculative_config=fields)
     names = {f"{n} in flight, {k} drafts": key for key in configs for n, k in (key,)}
     runs = run_paired({name: configs[key] for name, key in names.items()}, n_seeds, jobs, progress)
     found = {key: runs.summaries[name] for name, key in names.items()}

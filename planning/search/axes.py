@@ -153,11 +153,10 @@ def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
 
 
 def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
-    """Return ``speculative_config`` with so many of its drafts."""
+    """Return ``speculative_config`` with the first ``drafts`` of its drafts."""
     given = config.steps.speculative_config
-    most = 0 if given is None else given.num_speculative_tokens
-    if given is None or not 0 <= drafts <= most:
-        raise InputError(DRAFTS, str(drafts), f"0 to the {most} of --speculative-config")
+    if given is None:
+        raise InputError(DRAFTS, "no method or model is given", "--speculative-config beside it")
     return given.cut(drafts)
 
 

@@ -73,12 +73,13 @@ def test_the_command_prints_and_writes(tmp_path):
     out = tmp_path / "drafts"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in RUN.items()]
     result = CliRunner().invoke(cli, [
-        "compare", *arguments, "--drafts", "1,2", "--concurrencies", "2", "--seeds", "2",
+        "compare", *arguments, "--drafts", "0,1,2", "--concurrencies", "2", "--seeds", "2",
         "--jobs", "1", "--out", str(out), "--speculative-config",
         '{"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2}',
     ])  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "num_speculative_tokens_per_batch_size [[1, 65536, " in result.output
+    assert "1 and 2 drafts of ngram against none" in result.output
     assert {path.name for path in out.iterdir()} == {"summary.json", "drafts.parquet"}
 
 
@@ -86,7 +87,9 @@ def test_the_command_prints_and_writes(tmp_path):
     ("fields", "drafts", "concurrencies", "message"),
     [
         ({}, [1], [4], "drafts: no method or model is given"),
-        ({"num_speculative_tokens": 2}, [3], [4], r"drafts: \[3\]"),
+        ({"num_speculative_tokens": 2}, [3], [4], "drafts: 3 .*0 to the 2 of"),
+        ({"num_speculative_tokens": 2}, [-1], [4], "drafts: -1 .*0 to the 2 of"),
+        ({"num_speculative_tokens": 2}, [0], [4], "drafts: only 0.*1 to 2 as well"),
         ({"num_speculative_tokens": 2}, [1], [0], r"concurrencies: \[0\]"),
     ],
 )
@@ -122,5 +125,15 @@ def test_a_plan_chooses_the_drafts():
     assert set(cost) == {"round_robin, drafts=0", "round_robin, drafts=3"}
     assert cost["round_robin, drafts=3"] is not None
     assert (cost["round_robin, drafts=0"] or 9) > cost["round_robin, drafts=3"]
-    with pytest.raises(InputError, match="0 to the 3 of --speculative-config"):
-        find(Space(make_config(GPT_OSS), axes={"drafts": (4,)}), Cheapest(OBJECTIVE))
+
+
+@pytest.mark.parametrize(
+    ("given", "drafts"), [({}, 4), ({}, -1), ({"speculative_config": None}, 1)]
+)
+def test_plans_and_comparisons_refuse_drafts_alike(given, drafts):
+    config = make_config(GPT_OSS | given)
+    with pytest.raises(InputError) as planned:
+        find(Space(config, axes={"drafts": (drafts,)}), Cheapest(OBJECTIVE))
+    with pytest.raises(InputError) as compared:
+        compare_drafts(config, [drafts], [4], 1)
+    assert str(planned.value) == str(compared.value)

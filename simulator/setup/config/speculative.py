@@ -120,7 +120,14 @@ class SpeculativeConfig(BaseModel):
         return found
 
     def cut(self, k: int) -> dict[str, Any] | None:
-        """Return the fields of the first ``k`` drafts, with their acceptances; None for none."""
+        """Return the fields of the first ``k`` drafts, with their acceptances; None for 0.
+
+        Raises:
+            InputError: For more drafts than these, or a negative number.
+        """
+        if not 0 <= k <= self.num_speculative_tokens:
+            allowed = f"0 to the {self.num_speculative_tokens} of --speculative-config"
+            raise InputError("drafts", str(k), allowed)
         if k in (0, self.num_speculative_tokens):
             own = {"num_speculative_tokens_per_batch_size": None}
             return self.model_dump() | own if k else None
