@@ -1,10 +1,15 @@
 """No call that only Linux has on the way of run, compare, plan and report: without such modules and
 functions they work. The platforms themselves have not been tried."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+_ROOT = Path(__file__).parents[2]
 
 #: Takes away what Windows or macOS lack, then runs commands in one process.
 _PROGRAM = """
@@ -46,3 +51,18 @@ def test_commands_need_nothing_that_only_linux_has(tmp_path):
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("ALL DONE\n")
+
+
+def test_the_limits_and_the_package_name_the_same_versions_of_python():
+    """Those that the page says were run are those of the package, and no others are."""
+    limits = (_ROOT / "docs" / "limits.md").read_text()
+    said = next(line for line in limits.splitlines() if line.startswith("Python 3."))
+    run, untested = said.split(" are untested")[0].rsplit(". ", 1)
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    kinds = "\n".join(project["classifiers"])
+    versions = set(re.findall(r"Python :: (3\.\d+)", kinds))
+    assert set(re.findall(r"\b3\.\d\d", run)) == versions
+    assert versions.isdisjoint(re.findall(r"\b3\.\d\d", untested))
+    assert [name for name in ("Linux", "MacOS", "Windows") if name in kinds] == ["Linux"]
+    assert "macOS" in untested
+    assert "Windows" in untested
