@@ -10,8 +10,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.simulator.setup.config.engines import before
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.speculation import Speculation
 
 
@@ -147,14 +149,22 @@ def kv_blocks(
     return blocks
 
 
-def windows_of(settings: EngineConfig, model: ModelDims, *, connectors: bool) -> WindowBlocks:
-    """Return what the sliding windows of a request take; nothing where they keep all.
+def windows_of(config: RunConfig, model: ModelDims) -> WindowBlocks:
+    """Return the blocks that a request's sliding windows take; nothing where window layers keep the
+    whole context.
 
-    ``connectors``: whether KV caches are handed over, where vLLM keeps all by default."""
-    whole = settings.disable_hybrid_kv_cache_manager
-    if whole or (whole is None and connectors):
-        return NO_WINDOWS
-    return window_blocks(model, settings.block_size)
+    vLLM keeps windows apart (its hybrid KV cache manager), with KV connectors only since 0.22,
+    where NIXL's supports it (vllm-project/vllm pull request 41847; read in 0.21.0 and 0.22.0,
+    ``vllm/config/vllm.py``). Workers that hand KV caches over share one layout, so one pool with an
+    older version, or with another engine, decides for all."""
+    whole = config.engine.disable_hybrid_kv_cache_manager
+    if whole is None:
+        whole = config.cluster.n_prefill > 0 and any(
+            (pool.own.engine or config.engine.engine) != "vllm"
+            or before(pool.own.engine_version, 0, 22)
+            for pool in config.pools
+        )
+    return NO_WINDOWS if whole else window_blocks(model, config.engine.block_size)
 
 
 def pool_blocks(

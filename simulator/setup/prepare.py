@@ -117,9 +117,7 @@ def prepare(
         if isinstance(output_len, int) and not config.requests.random_range_ratio
         else None,
         scheduler=config.engine.model_copy(update=settled),
-        windows=windows_of(config.engine, model, connectors=config.cluster.n_prefill > 0)._replace(
-            state=_state_blocks(config, model, pools)
-        ),
+        windows=windows_of(config, model)._replace(state=_state_blocks(config, model, pools)),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
         front_end=_front_end(config),
         tiers=tiers_of(config.kv),

@@ -44,16 +44,34 @@ def test_mla_keeps_one_latent_and_fp8_half_of_it():
     assert half.kv_bytes_per_token == 576 * model.n_layers
 
 
-def test_co_located_workers_keep_windows_and_connectors_turn_that_off():
-    fields = {"model": "GPT-OSS-120B", "gpu": "H100"}
+@pytest.mark.parametrize(
+    ("engine", "kept"), [("vllm", True), ("vllm==0.22.0", True), ("vllm==0.21.1", False)]
+)
+def test_workers_that_hand_kv_caches_over_keep_windows_since_vllm_022(engine, kept):
+    """vLLM 0.21.0 turns the hybrid manager off under any connector, 0.22.0 leaves it on under NIXL
+    (pull request 41847)."""
+    fields = {"model": "GPT-OSS-120B", "gpu": "H100", "engine": engine}
 
     def blocks(**more):
-        return prepare(make_config(fields | more)).spec.decode.n_blocks
+        spec = prepare(make_config(fields | more)).spec
+        return spec.decode.n_blocks, spec.windows
 
     whole = blocks(topology="1C", disable_hybrid_kv_cache_manager=True)
-    assert blocks(topology="1C") == pytest.approx(2 * whole, abs=2)  # 18 of 36 layers slide
-    assert blocks(topology="1P1D") == whole
-    assert blocks(topology="1P1D", disable_hybrid_kv_cache_manager=False) == blocks(topology="1C")
+    apart = blocks(topology="1C")
+    assert apart[0] == pytest.approx(2 * whole[0], abs=2)  # 18 of 36 layers slide
+    assert blocks(topology="1P1D") == (apart if kept else whole)
+    for given, found in ((True, whole), (False, apart)):
+        assert blocks(topology="1P1D", disable_hybrid_kv_cache_manager=given) == found
+
+
+@pytest.mark.parametrize("older", ["vllm==0.21", "sglang"])
+def test_one_pool_that_keeps_whole_contexts_decides_for_all(older):
+    fields = {"model": "GPT-OSS-120B", "gpu": "H100", "topology": "1P1D", "engine": "vllm==0.32"}
+
+    def windows(**more):
+        return prepare(make_config(fields | more)).spec.windows
+
+    assert windows(decode={"engine": older}) == NO_WINDOWS != windows()
 
 
 def test_more_requests_run_at_once_where_blocks_are_few():

@@ -89,6 +89,7 @@ def predict_pd(
         def predicted(case: Workers) -> dict[str, float | None]:
             pool = {"tensor_parallel_size": case.prefill_size} if "D" in case.topology else {}
             tables = _tables(work / case.moe_kernel, case)
+            early = "D" in case.topology and not case.version  # see `ASSUMED`
             fields = {
                 "topology": case.topology,
                 "prefill_policy": "round_robin",
@@ -99,6 +100,7 @@ def predict_pd(
                 "handover": case.handover,
                 "tables": None if tables is None else str(tables),
                 "enable_prefix_caching": False,
+                "disable_hybrid_kv_cache_manager": early or None,
                 **front_end(Form(), tokenizer_mode(case.version or "0.18")),
             }
             return _figures(simulate(fields, trace, _workload(requests, seed)), warm_up)

@@ -239,8 +239,8 @@ class EngineConfig(Fields):
     """Data type of the KV cache: ``bfloat16``, or ``fp8``, half the size; ``auto``: as the
     checkpoint says, bfloat16 where it says nothing."""
     disable_hybrid_kv_cache_manager: bool | None = None
-    """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only with KV
-    connectors."""
+    """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only where KV
+    caches are handed over by vLLM before 0.22 or another engine."""
     block_size: Annotated[int, Option(unit="tokens")] = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
