@@ -282,12 +282,17 @@ def interval_text(mean: float, low: float, high: float, form: str) -> str:
     return f"{mean:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """Print a run's summary with the headings of ``vllm bench serve``."""
-    from eldr_sim.simulator.outcome.result_parts import parts_of  # not for listings
+def print_summary(summary: dict[str, Any], *, verbose: bool = True) -> None:
+    """Print a run's summary with the headings of ``vllm bench serve``; without ``verbose`` what it
+    rests on takes two lines."""
+    # Not for listings.
+    from eldr_sim.simulator.outcome.result_parts import basis_in_short, parts_of
 
     title = " Serving Benchmark Result (simulated) ".center(_WIDTH, "=")
-    for part in parts_of(summary):
+    parts = parts_of(summary)
+    if not verbose:
+        parts[-1] = basis_in_short(summary)
+    for part in parts:
         click.echo(title or part.title.center(_WIDTH, "-"))
         title, about = "", ""
         for row in part.rows:

@@ -31,12 +31,14 @@ _BACKENDS = (
         "compose. Options override it.", metavar="FILE", section=OUTPUT)  # fmt: skip
 @output("Write the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.", section=OUTPUT)
+@option("--verbose", bool, "Print in full what the result rests on.", section=OUTPUT)
 @option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled", section=OUTPUT)
 def run(
     out: Path | None,
     force: bool,
     plot: bool,
     timeline: bool,
+    verbose: bool,
     backend: Any,
     from_manifest: Path | None,
     **options: Any,
@@ -69,7 +71,7 @@ def run(
             tables = result.requests, result.steps
             extras.append(lambda folder: write_timeline(folder / "timeline.json", *tables))
         write_result(result, out, force=force, extras=extras)
-    print_summary(result.summary)
+    print_summary(result.summary, verbose=verbose)
     if out is not None:
         click.echo(f"Wrote {out}")
     if result.summary["completed"] == 0:

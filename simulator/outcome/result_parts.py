@@ -69,6 +69,24 @@ def parts_of(summary: Summary) -> list[Part]:
     return [*parts, Part("Rests on", tuple(_basis(summary)))]
 
 
+def basis_in_short(summary: Summary) -> Part:
+    """Return what the part *Rests on* says, in two lines: the weakest source of a step's time, and
+    where the routing comes from."""
+    rows: list[Figure | str] = []
+    if sources := parts_by_provenance(summary.get("provenance", {})):
+        weakest, parts = list(sources.items())[-1]
+        named = ", ".join(parts)
+        if len(named) > _NAMED:
+            named = f"{len(parts)} of {len(set().union(*sources.values()))} parts"
+        rows.append(f"Step times: {weakest} at worst ({named})")
+    if summary["trace"]["name"] is not None:  # a dense model has none
+        rows.append(f"Routing: {summary['trace']['in_short']}")
+    return Part("Rests on (in full: --verbose)", tuple(rows))
+
+
+_NAMED = 30  #: most characters of names of a step's parts in a line
+
+
 def headline_of(summary: Summary) -> list[Figure]:
     """Return the few figures that a reader looks for first."""
     tags = [f"{s}_{metric}_ms" for metric in ("ttft", "tpot") for s in ("median", "p99")]

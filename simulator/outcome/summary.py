@@ -34,7 +34,7 @@ from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.routing.calibration import calibration_requests
 from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
 from eldr_sim.traces.routing.format import RoutingTrace
-from eldr_sim.traces.routing.manifest import one_phase, rests_on
+from eldr_sim.traces.routing.manifest import in_short, one_phase, rests_on
 from eldr_sim.traces.workload import Workload
 
 
@@ -341,6 +341,7 @@ def _trace(
         "model": about.model,
         "provenance": about.provenance,
         "rests_on": rests_on(about, model.name),
+        "in_short": in_short(about, model.name),
         "checksum": about.checksum,
         "layers": f"{about.n_layers} {layers}",
         **workload.description,

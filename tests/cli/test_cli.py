@@ -124,6 +124,7 @@ def test_summary_is_golden(capsys):
             "provenance": "recorded",
             "rests_on": "625,472 recorded tokens of reference-moe-38m; nothing was "
             "recorded of Qwen3-30B-A3B",
+            "in_short": "recorded, 625,472 tokens of another model",
             "layers": "6 tiled over 48",
         },
         **figures,
@@ -131,6 +132,16 @@ def test_summary_is_golden(capsys):
     print_summary(summary)
     captured = capsys.readouterr()
     check_golden("summary.txt", captured.out)
+    print_summary(summary, verbose=False)
+    short = capsys.readouterr().out
+    whole, _, _ = captured.out.partition("-Rests on-")
+    assert short.startswith(whole.rstrip("-"))  # all else is the same
+    assert short.splitlines()[-4:] == [
+        "Rests on (in full: --verbose)".center(64, "-"),
+        "  Step times: derived at worst (host gap)",
+        "  Routing: recorded, 625,472 tokens of another model",
+        "=" * 64,
+    ]
     assert captured.err.splitlines() == [
         "Warning: 7 of 4000 decode steps lie outside the latency table (moe batch): extrapolated",
         "Warning: attention is a roofline",

@@ -176,7 +176,7 @@ def test_without_a_cache_a_process_draws_for_itself(few, monkeypatch):
 def test_a_run_replays_all_layers_of_its_model_and_says_what_they_rest_on(
     few, drawn_routing, run_cli, tmp_path, options, rests_on, domains
 ):
-    code, out, err = run_cli("run", *SHORT, *options, "--out", tmp_path / "run")
+    code, out, err = run_cli("run", *SHORT, *options, "--verbose", "--out", tmp_path / "run")
     assert code == 0, err
     trace = json.loads((tmp_path / "run" / "summary.json").read_text())["trace"]
     layers = load_model(options[1]).n_moe_layers

@@ -8,7 +8,14 @@ import pytest
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.traces.routing.manifest import builtin_traces, rests_on
+from eldr_sim.traces.routing.manifest import (
+    ONE_PROCESS,
+    SYNTHETIC,
+    builtin_traces,
+    in_short,
+    rests_on,
+)
+from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
 
 from ..paths import SHARED
 
@@ -95,3 +102,44 @@ def test_a_run_on_a_recording_says_that_one_phase_stands_for_both():
 def test_what_routing_rests_on_is_said(changes, model, want):
     manifest = open_trace("gpt-oss-20b").manifest.model_copy(update=changes)
     assert rests_on(manifest, model).startswith(want)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_drawn_result_says_in_two_lines_what_docs_promise(name):
+    """Prompts and answers by one process, and the tokens that were recorded, if of this model."""
+    model = preset_model(name)
+    notes = f"{SYNTHETIC}{model.facts['source']}."
+    changes = {"provenance": "synthetic", "notes": notes, "model": name}
+    manifest = open_trace("gpt-oss-20b").manifest.model_copy(update=changes)
+    said = in_short(manifest, name)
+    assert ONE_PROCESS in rests_on(manifest, name)
+    assert said.endswith("prompts, answers by one process")
+    assert ("tokens" in said) == (name in ("Qwen3-30B-A3B", "GPT-OSS-20B"))
+    assert len(f"Routing: {said}") <= 62
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "want"),
+    [
+        ("gpt-oss-20b", "GPT-OSS-20B", "recorded, 150,714 generated tokens for prompts too"),
+        ("qwen3-30b-a3b", "Qwen3-30B-A3B", "recorded, 4,010 prompt tokens for answers too"),
+        ("reference-moe", "reference-moe-38m", "recorded, 625,472 tokens"),
+        ("reference-moe", "Qwen3-30B-A3B", "recorded, 625,472 tokens of another model"),
+    ],
+)
+def test_a_recorded_result_says_in_short_what_was_recorded(name, model, want):
+    assert in_short(open_trace(name).manifest, model) == want
+
+
+def test_a_run_prints_two_lines_on_what_it_rests_on(run_cli):
+    options = ["--topology", "1P1D", "--num-requests", "4", "--trace", "gpt-oss-20b",
+               "--model", "GPT-OSS-20B", "--workload", "trace"]  # fmt: skip
+    tails = []
+    for more in ([], ["--verbose"]):
+        code, out, err = run_cli("run", *options, *more)
+        assert code == 0, err
+        _, _, tail = out.partition("Rests on")
+        tails.append(tail.splitlines()[1:-1])
+    assert len(tails[0]) == 2
+    assert tails[0][1] == "  Routing: recorded, 150,714 generated tokens for prompts too"
+    assert len(tails[1]) > 4

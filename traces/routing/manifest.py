@@ -8,6 +8,7 @@ all, ``[4, 4]`` which four of eight came first, None nothing. A model of a small
 served where a group ends there; ids that ascend within few groups compress best."""
 
 import lzma
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -84,6 +85,9 @@ REFERENCE_TRACE = "reference-moe"
 #: Begins the notes of a synthetic trace; what it was made of follows.
 SYNTHETIC = "Synthetic routing, "
 
+#: In the notes of drawn traces without a difference between prompts and answers.
+ONE_PROCESS = "prompts and answers choose experts by one process"
+
 _UNTUNED = ("; changed by hand, tuned to nothing", "; given another shape, which nothing confirms")
 
 Provenance = Literal["recorded", "synthetic", "imported"]
@@ -153,6 +157,31 @@ def rests_on(manifest: Manifest, model: str) -> str:
         source = f"{manifest.n_tokens:,} recorded {phase}tokens of {name}"
     own = model.lower().removesuffix("-fp8") in manifest.model.lower()
     return source if own else f"{source}; nothing was recorded of {model}"
+
+
+_FITTED = re.compile(r"fitted to ([\d,]+) recorded tokens of (\S+)")
+
+
+def in_short(manifest: Manifest, model: str) -> str:
+    """Say in at most 53 characters where a run's routing comes from, and whether its prompts and
+    answers choose experts by one process; `rests_on` says all of it."""
+    own = model.lower().removesuffix("-fp8")
+    if manifest.provenance != "synthetic":
+        tokens = f"recorded, {_count(manifest.n_tokens)}"
+        if phase := manifest.recorded_phase:
+            other = "answers" if phase == "prompt" else "prompts"
+            return f"{tokens} {phase} tokens for {other} too"
+        return f"{tokens} tokens" + ("" if own in manifest.model.lower() else " of another model")
+    fit = _FITTED.search(manifest.notes)
+    if fit is None:
+        return "forced as benchmarks do" if "forced" in manifest.notes else "drawn, of no recording"
+    source = f"{fit[1]} tokens" if own in fit[2].lower() else "other model"
+    alike = ONE_PROCESS in manifest.notes
+    return f"drawn, {source}" + ("; prompts, answers by one process" if alike else "")
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens < 1e6 else f"{tokens / 1e6:.0f} million"
 
 
 def builtin_traces() -> list[str]:

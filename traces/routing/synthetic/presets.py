@@ -31,6 +31,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
+from eldr_sim.traces.routing.manifest import ONE_PROCESS
 from eldr_sim.traces.routing.synthetic import reshape
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
 
@@ -177,7 +178,7 @@ PRESETS: dict[str, Preset] = {
 def _phases(prompt_only: float) -> str:
     """Return how a preset's prompts differ from its answers."""
     if not prompt_only:
-        return "prompts and answers choose experts by one process"
+        return ONE_PROCESS
     return (
         f"{prompt_only:.0%} of a prompt's tokens choose as no answer's do (unknown: "
         f"{PROMPT_ONLY[0]:g} to {PROMPT_ONLY[-1]:g})"
