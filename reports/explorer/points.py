@@ -25,6 +25,8 @@ FIELDS = (
     "model", "gpu", "topology", "tensor_parallel_size", "engine", "policy", "workload",
     "input_len", "output_len", "request_rate", "kv_tier", "goodput", "price_per_gpu_hour",
 )  # fmt: skip
+#: Rates of a state: a point of fewer requests/s would last longer than any run.
+_RATES_PER_S = (1e-6, 1e6)
 #: Requests that a point measures, and the least of its warm-up and window, s.
 _REQUESTS, _WARMUP_S, _WINDOW_S = 240, 6.0, 4.0
 #: Rates of the curve, of the state's own.
@@ -56,8 +58,9 @@ def config_of(state: Mapping[str, Any], base: RunConfig, most: int | None = None
             values[name] = text
     _check_texts(values, base)  # before anything reads them: a policy of a file would run it
     rate = make_config(values).requests.request_rate
-    if rate is None or not 0.0 < rate < 1e6:
-        raise InputError("request_rate", f"{rate}", "requests/s, such as 12")
+    if rate is None or not _RATES_PER_S[0] <= rate < _RATES_PER_S[1]:
+        least, most_rate = _RATES_PER_S
+        raise InputError("request_rate", f"{rate}", f"requests/s, {least:g} to {most_rate:g}")
     values["warmup"], values["duration"] = _WARMUP_S, max(_WINDOW_S, round(_REQUESTS / rate, 2))
     if more := str(state.get("more") or "").strip():
         values = change_fields(values, more)

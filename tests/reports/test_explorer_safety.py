@@ -12,6 +12,7 @@ from contextlib import suppress
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from eldr_sim.errors import InputError
 from eldr_sim.guard import Guard
@@ -128,6 +129,71 @@ def test_points_that_are_too_large_are_refused(more, said):
     with pytest.raises(InputError) as caught:
         config_of(STATE | {"more": more}, BASE, 20_000)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("request_rate", "1e-300"), ("request_rate", "1e-9"), ("request_rate", "1e300"),
+        ("price_per_gpu_hour", "1e308"), ("price_per_gpu_hour", "-1"), ("goodput", "ttft:inf"),
+        ("input_len", "1e400"), ("tensor_parallel_size", "1" + "0" * 99), ("topology", "9" * 40),
+        ("host_gap_ms", "1e308"), ("cpu_slowdown", "1e300"), ("max_concurrency", "1" + "0" * 99),
+        ("tokenizer_threads", "1" + "0" * 30), ("switch_time", "1e30"), ("warmup", "1e308"),
+        ("seed", "-1"), ("num_prefixes", "1" + "0" * 20), ("drain_timeout", "nan"),
+    ],
+)  # fmt: skip
+def test_a_huge_or_odd_number_is_named_in_one_line(name, value):
+    state = {name: value} if name in FIELDS else {"more": f"{name}={value}"}
+    with pytest.raises(InputError) as caught:
+        config_of(STATE | state, BASE, 20_000)
+    assert str(caught.value).startswith(f"{name}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".", "..", "log.csv\u200b", "log.csv ", "file:log.csv", "evil:X", "evil.PY", "%2e/log.csv",
+        "/proc/self/environ", "//log.csv", "log.csv#", "log.csv?x", "log.csv;", "{log.csv}",
+        "(log.csv)", "log.csv\t", "'log.csv'", "$PWD/log.csv",
+        "\uff0fetc\uff0fpasswd/", "c:\\log.csv",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["workload", "model", "gpu", "trace", "tables", "events"])
+def test_oddly_spelled_paths_are_refused(folder, where, path):
+    state = {where: path} if where in FIELDS else {}
+    values = [STATE | state] if state else []
+    values += [STATE | {"more": f"{where}={path}"}, STATE | {"more": f'{where}="{path}"'}]
+    for each in values:
+        with pytest.raises(InputError) as caught:
+            config_of(each, BASE, 20_000)
+        assert "\n" not in str(caught.value)
+    assert not (folder / "RUN").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("evil.example", None), ("127.0.0.1.evil.example", None), ("localhost.evil.example", None),
+        ("localhost@evil.example", None), ("evil.example:80#localhost", None),
+        ("localhost:x", None),
+        ("localhost:99999999", None), ("local\u0127ost", None), ("", None), ("[::1", None),
+        ("localhost, evil.example", None), ("evil.example/localhost", None),
+        ("localhost:8050", "http://localhost:9000"), ("localhost:8050", "null"),
+        ("localhost:8050", "http://evil.example"), ("localhost:8050", "file://"),
+        ("localhost:8050", "http://localhost:8050@evil.example"), ("localhost:8050", ""),
+        ("localhost:8050", "http://localhost:8050/evil"), ("localhost:8050", "localhost:8050"),
+        ("127.0.0.1:8050", "http://127.0.0.1.nip.io:8050"),
+        ("127.0.0.1:8050", "http://10.0.0.1:8050"), ("localhost:8050", "javascript://localhost:8050"),
+    ],
+)  # fmt: skip
+def test_odd_hosts_and_origins_are_refused(host, origin):
+    headers = {"Host": host, "Content-Type": "application/json"}
+    headers |= {} if origin is None else {"Origin": origin}
+    found = Guard("127.0.0.1").problem("POST", CIMultiDict(headers))
+    assert found is not None
+    assert found[0] in (400, 403)
+    assert "\n" not in found[1]
 
 
 async def ask(session, url, leaves_after_s=None, **state):
@@ -255,8 +321,6 @@ def test_hostile_bodies(capfd):
 
 def test_the_printed_address_works_and_names_can_be_allowed():
     guard = Guard("0.0.0.0", ["gpu7"])
-    from multidict import CIMultiDict
-
     for host, good in (("127.0.0.1:8050", True), ("0.0.0.0:8050", True), ("gpu7:1", True),
                        ("localhost:9000", True), ("gpu8:1", False)):  # fmt: skip
         assert (guard.problem("GET", CIMultiDict(Host=host)) is None) == good

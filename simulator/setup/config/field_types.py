@@ -112,6 +112,10 @@ Seconds = Annotated[
     Field(le=1e9, allow_inf_nan=False),
     Option(metavar="TIME", unit="s"),
 ]
+#: A delay; its sums stay finite.
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+#: Dollars a GPU-hour.
+Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 def _drawn(value: Any, about: ValidationInfo) -> Any:

@@ -142,14 +142,12 @@ class ClusterConfig(Fields):
     (SGLang's default where the policy needs no signature), or ``prompt_end`` (vLLM's)."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
     """Bandwidth of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
-    load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    load_report_delay_ms: field_types.Milliseconds = 0.0
     """Delay until routers learn that a request completed, ms."""
-    signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    signal_interval_ms: field_types.Milliseconds = 0.0
     """Interval at which engines publish waiting and running requests, tokens, KV usage and cached
     blocks to the routers, ms (vLLM's coordinator: 100); 0: always current."""
-    price_per_gpu_hour: Annotated[float | None, Option(metavar="$", unit="$/h")] = Field(
-        default=None, ge=0, allow_inf_nan=False
-    )
+    price_per_gpu_hour: Annotated[field_types.Price | None, Option(metavar="$", unit="$/h")] = None
     """Price of a GPU-hour in dollars, for costs per token."""
     start_up: StartUp = None
     """Time until a new worker serves: seconds (``120``), or its measured parts (``vllm`` or
@@ -279,7 +277,7 @@ class SchedulerConfig(Fields):
     scheduler_recv_interval: Annotated[int | None, Option(unit="steps")] = Field(default=None, ge=1)
     """SGLang: number of decode steps between polls for new requests; it also polls after each
     prefill step."""
-    schedule_conservativeness: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    schedule_conservativeness: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
     """SGLang: factor on the default reservation for tokens still to be generated."""
     enable_chunked_prefill: bool | None = None
     """TensorRT-LLM: compute prompts in chunks instead of whole."""
@@ -313,7 +311,7 @@ class SchedulerConfig(Fields):
 class StepConfig(Fields):
     """Step times: kernels, CUDA graphs, the host; and speculative decoding."""
 
-    host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    host_gap_ms: field_types.Milliseconds | None = None
     """Time of a step that no kernel accounts for, ms. Default: the profile's."""
     cudagraph_padding: Padding | None = None
     """Padding rows of CUDA graphs: ``none``, ``dense`` (padding rows choose no experts, vLLM since
@@ -366,13 +364,13 @@ class FrontEndConfig(Fields):
     )
     """Tokenisation in the API server: in batches across CPU cores (vLLM 0.10 to 0.14), in batches
     one prompt after the other (until May 2026), or in a pool of threads (since then)."""
-    tokenizer_threads: int = Field(default=1, ge=1)
+    tokenizer_threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the tokenizer pool (vLLM's renderer_num_workers), or CPU cores that share a
     batch."""
-    api_servers: int | None = Field(default=None, ge=1)
+    api_servers: int | None = Field(default=None, ge=1, le=1024)
     """Number of API servers, which take requests in turn. Default: one per worker that receives
     requests."""
-    cpu_slowdown: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    cpu_slowdown: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
     """Factor on the table's times, for a slower API server CPU."""
     handover: Literal["none", "vllm_nixl"] = "none"
     """Overhead of handing a request to a decode worker, in addition to the transfer: ``none`` (a
@@ -391,7 +389,7 @@ class ExpertsConfig(Fields):
     window_size)."""
     eplb_async: bool = False
     """Keep stepping while experts move (vLLM's use_async); otherwise the worker pauses."""
-    eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    eplb_overhead_ms: field_types.Milliseconds = 0.0
     """Overhead of rebalancing experts, in addition to moving the weights, ms."""
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
     """Gather experts instead of dispatching tokens, in prefill workers with one GPU per
@@ -417,7 +415,7 @@ class FaultConfig(Fields):
     warm-up. Repeat the option or separate by commas for more."""
     events: Annotated[PathText | None, Option(metavar="FILE", path="file")] = None
     """File of faults (docs/faults.md)."""
-    health_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    health_delay_ms: field_types.Milliseconds = 0.0
     """Delay of health information, ms: from a worker's failure, freeze or return until routers
     learn of it."""
     retry: Literal["migrate", "before_first_token", "never"] = "before_first_token"
@@ -426,7 +424,7 @@ class FaultConfig(Fields):
     gateways do), or ``never``."""
     max_retries: int = Field(default=5, ge=0)
     """Maximum number of retries of a request."""
-    user_retry_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    user_retry_s: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
     """Seconds until a user resends a request that failed with its worker. Default: it is lost, and
     with it the rest of its session."""
 

@@ -26,6 +26,7 @@ from pydantic import (
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.simulator.setup.config import field_types
 from eldr_sim.simulator.setup.config.option import Option
 from eldr_sim.simulator.setup.config.speculative import Speculative
 
@@ -65,6 +66,9 @@ def with_version(values: Any) -> Any:
     return values
 
 
+_MOST = 2**63 - 1  #: whole number that the arrays of a simulation hold
+
+
 class Fields(BaseModel):
     """A group of fields."""
 
@@ -79,6 +83,15 @@ class Fields(BaseModel):
                 if isinstance(value, bool) and name in _numeric(cls):
                     raise InputError(name, str(value).lower(), "a number")
         return values
+
+    @model_validator(mode="after")
+    def _whole_numbers(self) -> Self:
+        """Refuse what no array of the simulation holds; seeds are hashed."""
+        for name in _numeric(type(self)) - {"seed"}:
+            value = getattr(self, name)
+            if isinstance(value, int) and value > _MOST:
+                raise InputError(name, "the number is too large", f"at most {_MOST:,}")
+        return self
 
 
 @cache
@@ -163,7 +176,7 @@ class Pool(Fields):
     """Run without CUDA graphs."""
     speculative_config: Speculative = None
     """Speculative decoding."""
-    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    price_per_gpu_hour: field_types.Price | None = None
     """Price of a GPU-hour, $."""
     start_up: StartUp = None
     """Time until a new worker serves."""

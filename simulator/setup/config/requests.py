@@ -111,10 +111,10 @@ class WorkloadConfig(Fields):
     sessions_file: Annotated[PathText | None, Option(metavar="FILE", path="file")] = None
     """CSV of the sessions in a log, ``request,parent,gap_s``: the request that each one
     continues."""
-    recorded_ttft_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    recorded_ttft_ms: field_types.Milliseconds = 0.0
     """TTFT of the system that recorded a log, ms. With ``--arrivals closed`` it is subtracted from
     the gaps between arrivals, which contain it."""
-    recorded_tpot_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    recorded_tpot_ms: field_types.Milliseconds = 0.0
     """TPOT of the system that recorded a log, ms. With ``--arrivals closed`` it is subtracted from
     the gaps between arrivals, which contain it."""
     input_len: Annotated[

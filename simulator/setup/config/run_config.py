@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -237,7 +238,7 @@ def make_config(values: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:] if part not in _UNION_TAGS)
+        where = ".".join(str(part) for part in first["loc"][1:] if not _UNION_TAG.match(str(part)))
         if first["type"] == "extra_forbidden":  # within a mapping, such as a pool's
             raise _unknown(where) from None
         if isinstance(own := first.get("ctx", {}).get("error"), InputError):
@@ -293,7 +294,7 @@ def get_field(config: RunConfig, path: str) -> Any:
 
 
 #: pydantic names the branches of a union in the location of an error; users know none of them.
-_UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrained-int"}
+_UNION_TAG = re.compile(r"constrained-|function-|literal\[")
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
