@@ -13,6 +13,7 @@ from eldr_sim.simulator.setup.config.log_part import log_of
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.logs.formats import known_formats
+from eldr_sim.traces.requests.logs.log_header import header_in_words
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
 from .odd_logs import odd_log
@@ -308,3 +309,34 @@ def test_a_refusal_names_no_other_format(name, suffix, tmp_path):
         read_request_log(file)
     said = str(refused.value).replace(str(file), "").lower()
     assert {tool for tool in _TOOLS if tool in said} == _NAMED.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "n_blocks", "size"),
+    [
+        pytest.param([20], 3, None, id="fits 8 by chance"),
+        pytest.param([20, 23, 17], 3, None, id="few lengths fit 8"),
+        pytest.param([20, 600], 3, None, id="fits nothing"),
+        pytest.param([1100, 1500], 3, 512, id="512"),
+        pytest.param([40, 44], 3, 16, id="16"),
+        pytest.param([17, 18, 19, 20, 21], 3, 8, id="many lengths fit 8"),
+    ],
+)
+def test_ids_of_blocks_fit_their_prompts_or_are_refused(lengths, n_blocks, size, tmp_path):
+    """The size of the blocks is said; malformed ids do not become prefixes that are shared."""
+    rows = [
+        {
+            "timestamp": 1000 * i,
+            "input_length": n,
+            "output_length": 5,
+            "hash_ids": [*range(n_blocks)],
+        }
+        for i, n in enumerate(lengths)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if size is None:
+        with pytest.raises(InputError, match=r"hash_ids fit .*, e\.g\. 3 of"):
+            read_request_log(tmp_path / "a.jsonl")
+        return
+    header = read_request_log(tmp_path / "a.jsonl").header
+    assert f"prefix blocks of {size} tokens" in header_in_words(header.as_dict())

@@ -33,6 +33,7 @@ class LogHeader:
     rate: float | None = None  #: mean requests per second; None where all come at once
     prompts: tuple[int, int, float] = (0, 0, 0.0)  #: shortest, longest, mean, tokens
     outputs: tuple[int, int, float] = (0, 0, 0.0)
+    block_tokens: int = 0  #: of a prefix block; 0: prompts have no hashes
     models: tuple[str, ...] = ()  #: that served or were asked for
     engine: str = ""
     max_concurrency: int | None = None  #: with which the file says that it was sent
@@ -58,6 +59,8 @@ def header_in_words(header: Mapping[str, Any]) -> str:
     for name in ("prompts", "outputs"):
         low, high, mean = header[name]
         said.append(f"{name} {low:,}-{high:,} tokens, mean {mean:,.0f}")
+    if header["block_tokens"]:
+        said.append(f"prefix blocks of {header['block_tokens']:,} tokens")
     if header["models"]:
         more = ", ..." if len(header["models"]) > 3 else ""
         said.append("model " + ", ".join(header["models"][:3]) + more)

@@ -41,6 +41,8 @@ from eldr_sim.traces.requests.logs.table_columns import (
 )
 
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
+#: Smaller blocks than these must fit several lengths of prompts.
+_LEAST_BLOCK, _LENGTHS = 16, 4
 _MAX_TOKENS = 2**31 - 1
 _FIRST_RECORDS = 100  #: of JSON lines, which say which columns there are
 _FOUR_BYTES = "token counts estimated, four bytes each"
@@ -464,6 +466,8 @@ def _assemble(file: Path, found: _Found) -> RequestLog:
         when = columns.when_ns
     span = (int(when[-1]) - int(when[0])) / 1e9
     n = len(columns)
+    prompt = columns.prompt.astype(np.int32)
+    block_tokens = _block_tokens(file, prompt, columns.blocks)
     header = LogHeader(
         file=file.name,
         format=found.kind,
@@ -474,6 +478,7 @@ def _assemble(file: Path, found: _Found) -> RequestLog:
         rate=(n - 1) / span if span > 0 and timed else None,
         prompts=told_lengths(columns.prompt),
         outputs=told_lengths(columns.output),
+        block_tokens=block_tokens,
         models=tuple(sorted(columns.models)),
         engine=found.engine,
         max_concurrency=found.max_concurrency,
@@ -481,7 +486,6 @@ def _assemble(file: Path, found: _Found) -> RequestLog:
     )
     indptr = np.zeros(n + 1, np.int64)
     np.cumsum(columns.blocks, out=indptr[1:])
-    prompt = columns.prompt.astype(np.int32)
     with file.open("rb") as content:
         checksum = hashlib.file_digest(content, "sha256").hexdigest()
     return RequestLog(
@@ -495,7 +499,7 @@ def _assemble(file: Path, found: _Found) -> RequestLog:
         priority=_priorities(file, columns.priority),
         prefix_hash=columns.hashes.astype(np.uint64, copy=False),
         prefix_indptr=indptr,
-        prefix_block_tokens=_block_tokens(file, prompt, columns.blocks),
+        prefix_block_tokens=block_tokens,
         n_dropped=sum(left_out.values()),
         checksum=checksum,
         in_order=in_order,
@@ -547,16 +551,23 @@ def _known(
 
 
 def _block_tokens(file: Path, prompt: Int32s, blocks: Ints) -> int:
-    """Find the block size of which prompts have hashes, of their last partial one or not."""
+    """Find the block size of which prompts have hashes, of their last partial one or not.
+
+    Engines rarely have blocks of fewer than 16 tokens: a few lengths that fit these by chance are
+    no evidence of them."""
     if not blocks.any():
         return 0
+    what = "no block size"
     for size in _BLOCK_SIZES:
         full = prompt // size
         if ((blocks == full) | (blocks == -(-prompt // size))).all():
-            return size
+            if size >= _LEAST_BLOCK or len(np.unique(prompt)) >= _LENGTHS:
+                return size
+            what = f"blocks of {size} tokens alone"
+            break
     worst = int(np.argmax(blocks))
-    problem = f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens"
-    allowed = "one id per block of 512 tokens, or of another power of two up to 2048"
+    problem = f"hash_ids fit {what}, e.g. {blocks[worst]} of {prompt[worst]} tokens"
+    allowed = "one id per block of 512 tokens, or of another power of two of 16 to 2048"
     raise InputError(str(file), problem, allowed)
 
 
