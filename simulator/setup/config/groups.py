@@ -492,7 +492,7 @@ class OutputConfig(Fields):
         default=None, ge=80, le=80
     )
     """Judge requests against the objective at the bad end of the error band, which holds 80% of
-    published runs (docs/accuracy.md). Default: as predicted."""
+    published runs (docs/validity.md). Default: as predicted."""
 
 
 #: The groups of a configuration, by the attribute that holds each.
