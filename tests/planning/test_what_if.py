@@ -301,6 +301,10 @@ def test_values_that_cannot_be_compared_are_refused(axes, message):
         (["--topology", "2C,1P1D"], ["topology=2C", "topology=1P1D"]),
         (["--vary", "topology=2C,1P1D"], ["topology=2C", "topology=1P1D"]),
         (["--topology", "1C", "--gpu", "H100,H200"], ["gpu=H100", "gpu=H200"]),
+        (
+            ["--topology", "2C", "--vary", "enable_prefix_caching=true,false"],
+            ["enable_prefix_caching=true", "enable_prefix_caching=false"],
+        ),
     ],
 )
 def test_compare_takes_lists_of_clusters(run_cli, tmp_path, options, names):
