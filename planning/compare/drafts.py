@@ -118,14 +118,16 @@ class DraftComparison(Written):
             "seeds": self.n_seeds,
             "acceptance_source": self.acceptance_source,
             "num_speculative_tokens_per_batch_size": self.by_batch,
-            "drafts": [
-                {k: None if v != v else v for k, v in asdict(row).items()} for row in self.rows
-            ],
+            "drafts": self._known(),
         }
 
     def tables(self) -> dict[str, pa.Table]:
         """Return the rows."""
-        return {"drafts": pa.Table.from_pylist([asdict(row) for row in self.rows])}
+        return {"drafts": pa.Table.from_pylist(self._known())}
+
+    def _known(self) -> list[dict[str, Any]]:
+        """Return the rows with None for what one seed does not give."""
+        return [{k: None if v != v else v for k, v in asdict(row).items()} for row in self.rows]
 
 
 def compare_drafts(
@@ -141,6 +143,9 @@ def compare_drafts(
 
     ``drafts`` may hold 0, which is none and always runs."""
     given = config.steps.speculative_config
+    short = InputError("drafts", "no answer has a second token to draft", "--output-len 2 or more")
+    if config.requests.output_len == 1:
+        raise short
     if given is None:
         raise InputError("drafts", "no method or model is given", "--speculative-config beside it")
     if not concurrencies or any(not 1 <= value <= 65536 for value in concurrencies):
@@ -160,6 +165,8 @@ def compare_drafts(
     names = {f"{n} in flight, {k} drafts": key for key in configs for n, k in (key,)}
     runs = run_paired({name: configs[key] for name, key in names.items()}, n_seeds, jobs, progress)
     found = {key: runs.summaries[name] for name, key in names.items()}
+    if any(summary["mean_tpot_ms"] is None for of in found.values() for summary in of):
+        raise short
     rows = tuple(_row(n, k, found[n, 0], summaries) for (n, k), summaries in found.items() if k > 0)
     drafting = found[max(found)][0]["speculative_decoding"]
     return DraftComparison(config, n_seeds, drafting["acceptance_source"], rows)

@@ -69,6 +69,28 @@ def test_the_rule_by_batch_is_the_fastest_of_each_and_vllm_takes_it():
     assert [taken.drafts_of(n) for n in (1, 2, 3, 32, 33, 1000)] == [3, 3, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_without_second_tokens_no_speed_up_is_named(logged, tmp_path):
+    """A TPOT that no answer has is no figure, and no rule by batch comes of it."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0}
+    fields = {"output_len": 1}
+    if logged:
+        (tmp_path / "log.csv").write_text("t,i,o\n0,50,1\n1,60,1\n")
+        fields = {
+            "workload": str(tmp_path / "log.csv"), "columns": "time_s=t,input=i,output=o",
+            "input_len": None, "output_len": None, "num_requests": 2,
+        }  # fmt: skip
+    run = make_config({**RUN, "speculative_config": drafts, **fields})
+    with pytest.raises(InputError, match="no answer has a second token"):
+        compare_drafts(run, [1], [1], 1, jobs=1)
+
+
+def test_no_table_holds_the_interval_that_one_seed_has_not():
+    found = DraftComparison(make_config(RUN), 1, "", (row(1, 1, 1.2),))
+    assert found.tables()["drafts"].to_pylist()[0]["low"] is None
+    assert found.record()["drafts"][0]["high"] is None
+
+
 def test_the_command_prints_and_writes(tmp_path):
     out = tmp_path / "drafts"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in RUN.items()]
