@@ -11,10 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.compiling import tell_of_compiling
 from eldr_sim.errors import InputError
-from eldr_sim.jit import is_cold
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.phases import has_listener, report_phase
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.registry import is_built_in, needs
 from eldr_sim.simulator.control import placing
@@ -239,12 +238,6 @@ def scale(config: RunConfig, prepared: PreparedRun, workload: Workload, control:
             config.scaling, config.pools, config.requests.seed, prepared, workload, calibration,
             control,
         )  # fmt: skip
-
-
-def tell_of_compiling() -> None:
-    """Tell who listens that the simulator is compiled now, if it is."""
-    if has_listener() and is_cold():
-        report_phase("compiling the simulator, once on this machine: a minute or two")
 
 
 def offered_load(

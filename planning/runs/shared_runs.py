@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypeAlias, TypeVar
 
+from eldr_sim.compiling import tell_of_compiling
 from eldr_sim.errors import InputError
 from eldr_sim.phases import report_phase
 from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.runner import Point, check_backend, config_key, run_points
-from eldr_sim.simulator.run import tell_of_compiling
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 T = TypeVar("T")

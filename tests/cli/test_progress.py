@@ -73,3 +73,31 @@ def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_pa
     assert len(list((tmp_path / "bitsets").iterdir())) == 1
     assert trace.for_calibration.bits.size  # fits are kept, and these are made again
     assert len(list((tmp_path / "bitsets").iterdir())) == 1
+
+
+def test_compiling_tells_its_share_until_the_loop_is_compiled(monkeypatch):
+    from types import SimpleNamespace
+
+    from numba.core import event
+
+    from eldr_sim import compiling
+    from eldr_sim.phases import phases_shown_by
+
+    def compiled(name):
+        data = {"dispatcher": SimpleNamespace(py_func=SimpleNamespace(__name__=name))}
+        event.start_event("numba:compile", data)
+        event.end_event("numba:compile", data)
+
+    monkeypatch.setattr(compiling, "is_cold", lambda: True)
+    told = []
+    with phases_shown_by(lambda what, share: told.append(share)):
+        compiling.tell_of_compiling()
+        for i in range(400):
+            compiled(f"f{i}")
+        compiled("advance")
+        compiled("one of another run")
+    assert told[0] is None
+    assert told[1:] == sorted(told[1:])
+    assert 0.25 < told[100] < 0.5
+    assert told[-2:] == [0.99, 1.0]
+    assert len(told) == 402
