@@ -511,6 +511,7 @@ def test_what_changes_the_answer_is_a_field(line, more, wanted):
         ("-ep -tp 4", {"enable_expert_parallel": True, "tensor_parallel_size": 4}),
         ("--device-mem 0.5 --gpu-m 0.6", {}),
         ("--no-enable-lora --max-lora-rank 32 --cpu-offload-gb 0 -dcp 1", {}),
+        ("--stream-interval 1 --hf-overrides {}", {}),
         ("""--kv-transfer-config '{"kv_connector": "NixlConnector"}'""", {}),
     ],
 )
@@ -545,12 +546,28 @@ def test_the_lists_of_options_name_what_is_mapped():
         ("sglang", "--offload-group-size 4", "all weights on the GPUs"),
         ("sglang", "--enable-lmcache", "--kv-tier"),
         ("sglang", "--enable-hierarchical-cache --hicache-ratio 2", "--kv-tier"),
+        ("vllm", """--hf-overrides '{"num_hidden_layers": 4}'""", "config.json"),
+        ("vllm", "--hf-overrides.num_hidden_layers 4", "config.json"),
+        ("sglang", """--json-model-override-args '{"num_hidden_layers": 4}'""", "config.json"),
         ("vllm", "-dcp 2", "--tensor-parallel-size"),
         ("vllm", """--kv-transfer-config '{"kv_connector": "LMCacheConnectorV1"}'""", "--kv-tier"),
     ],
 )
 def test_mechanisms_that_are_not_simulated_are_refused(engine, line, allowed):
     with pytest.raises(InputError, match=allowed):
+        make_config({"engine": engine, "engine_args": line, "topology": "1C"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ("vllm", """--hf-overrides '{"rope_scaling": {"factor": 4.0}}'"""),
+        ("vllm", "--stream-interval 10"),
+        ("sglang", "--stream-interval 10"),
+    ],
+)
+def test_what_is_not_simulated_and_may_change_the_answer_is_named(engine, line):
+    with pytest.warns(EldrSimWarning, match="may change the answer: (hf_over|stream_int)"):
         make_config({"engine": engine, "engine_args": line, "topology": "1C"})
 
 

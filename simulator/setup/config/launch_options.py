@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json
 
 _LISTS = json.loads(Path(__file__).with_name("launch_options.json").read_text(encoding="utf-8"))
 #: What changes no latency that is simulated here: addresses, logs, names, parsers, loading.
@@ -44,6 +45,7 @@ BENCH = {
 _LORA = "a line without LoRA adapters: all requests are the base model's"
 _WEIGHTS = "all weights on the GPUs: more of them, or a quantized model"
 _CACHE = "--kv-tier NAME:SIZE,load=RATE beside a line without it"
+_MODEL = "--model FILE, a config.json with these values"
 _CONTEXT = "1, and --tensor-parallel-size or --data-parallel-size"
 #: What works another way than anything simulated, and what to write instead.
 _REFUSED = {
@@ -53,6 +55,7 @@ _REFUSED = {
     "kv_cache_config.host_cache_size": _CACHE, "decode_context_parallel_size": _CONTEXT,
     "prefill_context_parallel_size": _CONTEXT, "dcp_size": _CONTEXT, "attn_cp_size": _CONTEXT,
     "attention_context_parallel_size": _CONTEXT,
+    "hf_overrides": _MODEL, "json_model_override_args": _MODEL,
 }  # fmt: skip
 #: Words of options that act only beside one that is refused, or that asks for a KV tier.
 _BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_")
@@ -86,12 +89,17 @@ def positive(engine: str, name: str, value: Any) -> tuple[str, Any]:
 def has_no_effect(engine: str, name: str, value: Any) -> bool:
     """Whether an option has no effect on the answer. Raises InputError for one whose mechanism is
     not simulated, unless it is turned off."""
+    name, _, inner = name.partition(".") if name.startswith("hf_overrides.") else (name, "", "")
+    if _REFUSED.get(name) is _MODEL and _of_positions(inner or value):
+        return False
     if name in _REFUSED:
-        off = value in (0, False, None, "", "none", "None", "null")
+        off = value in (0, False, None, "", "none", "None", "null", "{}")
         if off or (value == 1 and _REFUSED[name] is _CONTEXT):
             return True
         option = name.replace("_", "-")
         raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
+    if name == "stream_interval":
+        return str(value) == "1"  # the default; more tokens at once are not simulated
     if name == "dtype":
         return str(value).lower() in ("auto", "bfloat16", "bf16", "float16", "half", "fp16")
     if name == "enable_chunked_prefill":  # vLLM's engine has no other
@@ -100,6 +108,13 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
         return True
     twin = "disable_" + name.removeprefix("enable_")
     return twin in WITHOUT_EFFECT and name.startswith("enable_")
+
+
+def _of_positions(overrides: Any) -> bool:
+    """Whether overrides of a model concern its positions alone, which take no time."""
+    text = str(overrides)
+    names = parse_json(text, "engine_args", "model overrides") if text.startswith("{") else [text]
+    return bool(names) and all(each.startswith(("rope_", "max_position_")) for each in names)
 
 
 def is_known(engine: str, name: str) -> bool:
