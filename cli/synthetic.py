@@ -78,7 +78,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @option(
     "--domains",
     None,
-    "Domains to draw.  [default: those of both workloads]",
+    "Domains to draw.  [default: those of --like, or of both workloads]",
     metavar="NAME,NAME,...",
 )
 @option("--set", None, "Strength of a term, e.g. task=2.5; docs/sources.md lists them. "
@@ -111,6 +111,8 @@ def synthesize(
     """Write a synthetic routing trace of any shape, from a preset or a fitted model."""
     if (preset is None) == (fitted is None):
         raise InputError("preset", "give --preset or --from, one of both", ", ".join(PRESETS))
+    if preset is not None and like is not None and options["domains"] is None:
+        options["domains"] = ",".join(open_trace(like).domains)
     model = _preset(preset, options) if preset is not None else _fitted(str(fitted), options)
     with progress_bar("drawing experts") as update:
         shared: dict[str, Any] = {"seed": options["seed"], "force": options["force"]}

@@ -7,6 +7,7 @@ import pytest
 
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.manifest import (
     ONE_PROCESS,
@@ -108,6 +109,7 @@ def test_what_routing_rests_on_is_said(changes, model, want):
 def test_a_drawn_result_says_in_two_lines_what_docs_promise(name):
     """Prompts and answers by one process, and the tokens that were recorded, if of this model."""
     model = preset_model(name)
+    assert model.domains == [domain for mix in DOMAIN_MIXES.values() for domain in mix]
     notes = f"{SYNTHETIC}{model.facts['source']}."
     changes = {"provenance": "synthetic", "notes": notes, "model": name}
     manifest = open_trace("gpt-oss-20b").manifest.model_copy(update=changes)
@@ -143,3 +145,21 @@ def test_a_run_prints_two_lines_on_what_it_rests_on(run_cli):
     assert len(tails[0]) == 2
     assert tails[0][1] == "  Routing: recorded, 150,714 generated tokens for prompts too"
     assert len(tails[1]) > 4
+
+
+@pytest.mark.parametrize("name", builtin_traces())
+def test_a_recording_serves_its_own_requests_where_it_lacks_the_default_domains(name):
+    has = set(DOMAIN_MIXES["task"]) <= set(open_trace(name).domains)
+    config = RunConfig(trace=name, policy="eldr")
+    assert config.requests.workload == ("task" if has else "trace")
+    assert RunConfig(trace=name, workload="language").requests.workload == "language"
+    mix = RunConfig(trace=name, domain_mix={"random": 1.0}).requests
+    assert mix.workload == "task"
+
+
+def test_eldr_runs_on_the_recording_of_qwen3_with_one_flag(run_cli):
+    code, out, err = run_cli("run", "--trace", "qwen3-30b-a3b", "--policy", "eldr",
+                             "--num-requests", "20")  # fmt: skip
+    assert code == 0, err
+    assert "16 clusters were fitted to 8 calibration requests, each cut into pieces" in err
+    assert "recorded, 4,010 prompt tokens for answers too" in out

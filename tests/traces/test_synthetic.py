@@ -1,5 +1,6 @@
 """Synthetic traces: limits that theory gives, parameters that move what they claim, and the fit."""
 
+import re
 from dataclasses import asdict, replace
 from itertools import permutations
 
@@ -14,7 +15,8 @@ from eldr_sim.traces.requests.prompt_lengths import (
     SHORTEST,
     draw_prompt_lengths,
 )
-from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
+from eldr_sim.traces.routing.format import builtin_traces, open_trace
 from eldr_sim.traces.routing.overlap import Overlap, request_overlap
 from eldr_sim.traces.routing.spectrum import request_spectrum, spectrum_of
 from eldr_sim.traces.routing.statistics import expected_distinct
@@ -539,6 +541,43 @@ def test_a_request_has_a_topic_of_about_its_length():
     chance = [_of_like_length(model, np.full(3, 1 / 3), n).tolist() for n in (30, 60, 180, 5000)]
     assert chance == [[1, 0, 0], [0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1]]
     assert _of_like_length(model, np.array([0.5, 0.5, 0]), 9).tolist() == [0.5, 0.5, 0]
+
+
+@pytest.mark.parametrize("trace", builtin_traces())
+def test_domains_have_the_same_names_everywhere(trace, tmp_path, run_cli):
+    """A recording, the fit to it and what is drawn of either have the same domains."""
+    domains = open_trace(trace).domains
+    known = {name for mix in DOMAIN_MIXES.values() for name in mix}
+    if trace in FITTED:
+        assert fitted_model(trace).domains == domains
+    ways = [["--from", trace]] if trace in FITTED else []
+    ways.append(["--preset", "Mixtral-8x7B", "--layers", "2"])
+    like = tmp_path / "like"
+    write_trace(
+        like,
+        experts=np.tile(np.arange(2), (4 * len(domains), 2, 1)),
+        request_id=domains,
+        domain=domains,
+        prompt_len=[2] * len(domains),
+        output_len=[2] * len(domains),
+        is_calibration=[False] * len(domains),
+        model="any",
+        n_experts=4,
+        domains=domains,
+        captured_by="a test",
+        source_data="none",
+        tool_versions={},
+        provenance="recorded",
+    )
+    for i, way in enumerate(ways):
+        out = tmp_path / str(i)
+        code, _, err = run_cli("trace", "synthesize", *way, "--like", like, "--out", out)
+        assert code == 0, err
+        made = open_trace(out)
+        assert [made.domains[d] for d in made.domain] == domains
+    # A name of a named workload is spelled as there: neither code_cs nor Code.
+    alike = [d for d in domains for k in known if d != k and re.match(rf"{k}([_\W]|$)", d, re.I)]
+    assert not alike
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -32,11 +32,11 @@ from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.bitsets import check_ids, count_rows, kept_bits
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
 from eldr_sim.traces.routing.manifest import (
-    BUILTIN,
     REFERENCE_TRACE,
     Manifest,
     Provenance,
     builtin_traces,
+    folder_of,
     load_ids,
     read_manifest,
 )
@@ -246,14 +246,7 @@ def open_trace(
     ``path_or_name``: of an embedded trace (`builtin_traces`), which wins over a folder, or a
     folder; ``verify_checksum``: verify checksums and, of a plain file, every id; not for a trace
     that was verified before."""
-    if isinstance(path_or_name, str) and path_or_name in builtin_traces():
-        path = BUILTIN / path_or_name.replace("-", "_")
-    else:
-        path = Path(path_or_name)
-        if not path.is_dir():
-            problem = f"{str(path_or_name)!r} is neither an embedded trace nor a folder"
-            allowed = ", ".join([*builtin_traces(), "path of a trace folder"])
-            raise InputError("trace", problem, allowed)
+    path = folder_of(path_or_name)
     manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME
     if manifest.gate_scores_checksum is None and scores_path.exists():

@@ -8,6 +8,7 @@ all, ``[4, 4]`` which four of eight came first, None nothing. A model of a small
 served where a group ends there; ids that ascend within few groups compress best."""
 
 import lzma
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,6 +188,19 @@ def _count(tokens: int) -> str:
 def builtin_traces() -> list[str]:
     """Return the names of the traces that come with the package."""
     return sorted(p.parent.name.replace("_", "-") for p in BUILTIN.glob("*/manifest.json"))
+
+
+def folder_of(path_or_name: str | os.PathLike[str]) -> Path:
+    """Return the folder of an embedded trace, which wins over another folder, or of a path; raises
+    InputError."""
+    if isinstance(path_or_name, str) and path_or_name in builtin_traces():
+        return BUILTIN / path_or_name.replace("-", "_")
+    path = Path(path_or_name)
+    if not path.is_dir():
+        problem = f"{str(path_or_name)!r} is neither an embedded trace nor a folder"
+        allowed = ", ".join([*builtin_traces(), "path of a trace folder"])
+        raise InputError("trace", problem, allowed)
+    return path
 
 
 def manifest_error(field: str, error: ValidationError) -> InputError:

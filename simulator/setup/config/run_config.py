@@ -99,6 +99,12 @@ class RunConfig(Fields):
             )
 
             values = with_launch(values)
+        if values.get("trace") and not values.get("workload") and not values.get("domain_mix"):
+            from eldr_sim.simulator.setup.config.workload_of_trace import (
+                with_workload,  # NumPy: --help does without
+            )
+
+            values = with_workload(values)
         grouped: dict[str, dict[str, Any]] = {title: {} for title in GROUPS}
         for name, value in values.items():
             if name not in GROUP_OF:
