@@ -115,6 +115,7 @@ class VllmScheduler:
         self.leaving: list[Request] = []
         self.ended: list[Sequence] = []
         self.preempted: list[Request] = []
+        self.kv_ready: list[Request] = []
         self.closed = self.blocked = False
 
     # --- requests come and go ---
