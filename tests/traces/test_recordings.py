@@ -17,6 +17,8 @@ from eldr_sim.traces.routing.manifest import (
     rests_on,
 )
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
+from studies.presets_beside_recordings import OUT as BESIDE
+from studies.presets_beside_recordings import PRESET_OF, figures
 
 from ..paths import SHARED
 
@@ -163,3 +165,22 @@ def test_eldr_runs_on_the_recording_of_qwen3_with_one_flag(run_cli):
     assert code == 0, err
     assert "16 clusters were fitted to 8 calibration requests, each cut into pieces" in err
     assert "recorded, 4,010 prompt tokens for answers too" in out
+
+
+def test_every_recording_stands_beside_a_preset():
+    assert set(PRESET_OF) == set(builtin_traces())
+    assert set(PRESET_OF.values()) <= set(PRESETS)
+    with BESIDE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["recording"] for r in rows if r["figure"].startswith("variance")] == builtin_traces()
+    assert {(r["recording"], r["preset"]) for r in rows} == set(PRESET_OF.items())
+
+
+def test_figures_beside_a_preset_are_of_the_recording():
+    """The table is of today's recording: a figure is measured again."""
+    measured = figures(open_trace("qwen3-30b-a3b"))
+    with BESIDE.open(encoding="utf-8", newline="") as file:
+        kept = {
+            r["figure"]: r["recorded"] for r in csv.DictReader(file) if "qwen" in r["recording"]
+        }
+    assert {name: f"{value:.3g}" for name, value in measured.items()} == kept
