@@ -239,6 +239,12 @@ def _of_scaling(config: RunConfig) -> _Found:
             if not (elastic and name == "min_workers"):  # which says what a GPU holds
                 yield name, "there is no autoscaler (--autoscale)"
     rule = parse(config.scaling.autoscale, "autoscale").name
+    least = config.scaling.min_workers or (1,)
+    fewest = least * len(config.pools) if len(least) == 1 else least
+    most = [pool.units[0] for pool in config.pools]
+    if rule != "none" and all(few >= n for few, n in zip(fewest, most, strict=True)):
+        why = f"--topology is the maximum, and {config.cluster.topology} has no worker to start"
+        yield "autoscale", f"{why} or stop beyond --min-workers; give a larger one, such as 8C"
     if rule in _BEGIN:
         yield "initial_workers", f"{rule} says how many there are"
     if rule == "none":

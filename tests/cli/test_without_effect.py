@@ -44,7 +44,7 @@ ALWAYS = {
         "max_num_batched_tokens kv_cache_free prefill.max_num_seqs prefill.max_num_batched_tokens "
         "decode.max_num_seqs decode.max_num_batched_tokens",
         "a rule for what a load brings or not": "queue_order events eplb_interval",
-        "what is planned or compared": "load autoscale autoscalers slo gpus sizes seeds jobs "
+        "what is planned or compared": "load autoscalers slo gpus sizes seeds jobs "
         "drafts ffn_ranks emit axes resume sensitivity",
         "what is printed in place of a run": "help_all",
         "what other options are": "settings",
@@ -175,6 +175,7 @@ CASES = {
     "metric_delay": "--metric-delay 5",
     "drain_timeout": "--drain-timeout 5",
     "switch_time": "--topology 2C --autoscale none:n=2 --switch-time 5",
+    "autoscale": "--topology 2C --autoscale hpa --min-workers 2",
     "width_pause": "--width-pause 5",
     "enable_elastic_ep": ("--enable-elastic-ep", "enable_elastic_ep"),
     "force": ("run --force", "force"),
