@@ -67,12 +67,12 @@ def calibrate(
     wanted: bool,
     **options: Any,
 ) -> None:
-    """Fit a few constants to runs of your own, and say how well they predict a run left out.
+    """Fit constants to runs of your own.
 
-    Reads results of `vllm bench serve`, SGLang's bench_serving, AIPerf, GuideLLM and
-    inference-perf, and forward-pass metrics of an engine (JSON lines). Fitted are factors of decode
-    and prefill kernels, host time of a step, and a factor of the API servers, by regularised least
-    squares. The topology is 1C unless given."""
+    Prints how well they predict a run left out. Reads results of `vllm bench serve`, SGLang's
+    bench_serving, AIPerf, GuideLLM and inference-perf, and forward-pass metrics of an engine (JSON
+    lines). Fits factors of decode and prefill kernels, the host time of a step, and a factor of the
+    API servers, by regularised least squares. The topology is 1C unless given."""
     from eldr_sim.validation.published import bench as benches
     from eldr_sim.validation.published import calibration as own
 

@@ -544,9 +544,8 @@ def stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
 
 def stored_width(dtype: str) -> float:
     """Bytes of a weight as stored, scales left out where they are of channels or blocks."""
-    return next((b / 8 for name, b in _GROUPED_BITS.items() if name == dtype), 0.0) or (
-        2.0 if dtype == "bfloat16" else 1.0
-    )
+    bits: dict[str, float] = {"bfloat16": 16, **_GROUPED_BITS}
+    return bits.get(dtype, 8) / 8
 
 
 def is_fp8(dtype: str) -> bool:
@@ -576,15 +575,12 @@ def list_models() -> list[str]:
 
 @lru_cache(maxsize=32)
 def _in_fp8(name: str) -> ModelDims | None:
-    """Return a shipped bfloat16 model as ``NAME-FP8``, which its publisher offers beside it; None
-    for other names. Blocks of 128 x 128 in all linear layers and experts, but not in gates,
-    embedding and lm_head, as Qwen3-32B-FP8's ``config.json`` has them."""
+    """Return a shipped bfloat16 model as ``NAME-FP8``, None for other names: blocks of 128 x 128 in
+    linear layers and experts, not in gates, embedding and lm_head (Qwen3-32B-FP8's config.json)."""
     base, dash, word = name.rstrip("/").rpartition("-")
     found = matching(base, _spellings()) if dash and word.lower() == "fp8" else None
-    if found is None:
-        return None
-    dims = _registry()[found]
-    if dims.linear_dtype != "bfloat16" or dims.expert_dtype != "bfloat16":
+    dims = _registry()[found] if found else None
+    if dims is None or {dims.linear_dtype, dims.expert_dtype} != {"bfloat16"}:
         return None
     own = {
         "name": f"{dims.name}-FP8",
@@ -618,8 +614,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
             raise InputError("model", f"{path}: {where}: {first['msg']}") from None
         except (TypeError, ArithmeticError) as error:
             raise InputError("model", f"{path}: a field cannot be: {error}") from None
-    near = nearest(os.fspath(name), known)
-    problem = f"unknown model {os.fspath(name)!r}"
-    problem += f": did you mean {' or '.join(near)}?" if near else ""
+    near = " or ".join(nearest(os.fspath(name), known))
+    problem = f"unknown model {os.fspath(name)!r}" + (f": did you mean {near}?" if near else "")
     allowed = "a name of `eldr-sim models`, or the path of a Hugging Face config.json"
     raise InputError("model", problem, allowed)

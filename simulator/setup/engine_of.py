@@ -154,7 +154,8 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     held = parallelism, slots * model.n_moe_layers, engines.activation_bytes(engine, version)
     if experts is not None:
         held = SINGLE_GPU, *experts
-    windows = windows_of(config, model)
+    handed_over = config.cluster.n_prefill > 0
+    windows = windows_of(config.engine, config.pools, handed_over, model)
     n_blocks = pool_blocks(config.engine, windows, engine, share, model, gpu, *held, speculation)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size

@@ -1,6 +1,7 @@
 """How many KV blocks a worker has."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.simulator.setup.config.engines import before
 from eldr_sim.simulator.setup.config.groups import EngineConfig
-from eldr_sim.simulator.setup.config.pools import Engine
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.speculation import Speculation
 
 
@@ -149,22 +149,23 @@ def kv_blocks(
     return blocks
 
 
-def windows_of(config: RunConfig, model: ModelDims) -> WindowBlocks:
+def windows_of(
+    settings: EngineConfig, pools: Sequence[WorkerPool], handed_over: bool, model: ModelDims
+) -> WindowBlocks:
     """Return the blocks that a request's sliding windows take; nothing where window layers keep the
-    whole context.
+    whole context. ``handed_over``: KV caches are, from prefill to decode workers.
 
     vLLM keeps windows apart (its hybrid KV cache manager), with KV connectors only since 0.22,
     where NIXL's supports it (vllm-project/vllm pull request 41847; read in 0.21.0 and 0.22.0,
     ``vllm/config/vllm.py``). Workers that hand KV caches over share one layout, so one pool with an
     older version, or with another engine, decides for all."""
-    whole = config.engine.disable_hybrid_kv_cache_manager
+    whole = settings.disable_hybrid_kv_cache_manager
     if whole is None:
-        whole = config.cluster.n_prefill > 0 and any(
-            (pool.own.engine or config.engine.engine) != "vllm"
-            or before(pool.own.engine_version, 0, 22)
-            for pool in config.pools
+        whole = handed_over and any(
+            (pool.own.engine or settings.engine) != "vllm" or before(pool.own.engine_version, 0, 22)
+            for pool in pools
         )
-    return NO_WINDOWS if whole else window_blocks(model, config.engine.block_size)
+    return NO_WINDOWS if whole else window_blocks(model, settings.block_size)
 
 
 def pool_blocks(

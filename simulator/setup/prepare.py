@@ -107,6 +107,7 @@ def prepare(
     same -= {"prefill", "decode", "max_model_len"}
     longest = config.engine.max_model_len or model.max_position_embeddings
     settled = {"max_model_len": longest} | ({} if ahead else {"async_scheduling": False})
+    windows = windows_of(config.engine, config.pools, config.cluster.n_prefill > 0, model)
     spec = ClusterSpec(
         pools=pools,
         max_model_len=longest,
@@ -117,7 +118,7 @@ def prepare(
         if isinstance(output_len, int) and not config.requests.random_range_ratio
         else None,
         scheduler=config.engine.model_copy(update=settled),
-        windows=windows_of(config, model)._replace(state=_state_blocks(config, model, pools)),
+        windows=windows._replace(state=_state_blocks(config, model, pools)),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
         front_end=_front_end(config),
         tiers=tiers_of(config.kv),

@@ -136,7 +136,7 @@ def _drawn(rows: Sequence[dict[str, Any]]) -> Draw:
 
     def draw(figure: Any) -> None:
         cells(figure)
-        (axes,) = figure.axes
+        axes = figure.axes[0]
         axes.images[0].set_clim(-20, 20)
         axes.set(xlabel="requests/s", ylabel="")
         at = list(dict.fromkeys(row["rate"] for row in rows))

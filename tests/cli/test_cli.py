@@ -35,7 +35,8 @@ def test_gpus_say_what_they_rest_on(run_cli):
         assert "imported" in rows[name]
     assert "derived" in rows["MI300X"]
     assert "imported" in rows["L40S"]
-    assert "roofline" in rows["B300"]  # no rows of this model ship
+    assert "imported" in rows["B300"]
+    assert "roofline" in rows["MI355X"]  # no rows of this model ship
 
 
 def test_help_and_the_reference_list_every_flag_of_the_readme(run_cli):

@@ -22,7 +22,7 @@ from eldr_sim.policies.routing.marginal_cost import (
     OraclePolicy,
     expected_step_s,
 )
-from eldr_sim.simulator import run
+from eldr_sim.simulator.control import run_policies
 from eldr_sim.simulator.plane import router
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -235,13 +235,13 @@ def test_policies_decide_on_step_times_before_cuda_graphs_pad_them(padding, monk
     given = {}
 
     def spied(name):
-        build = getattr(run, name)
+        build = getattr(run_policies, name)
 
         def note(word, context):
             given[name] = context.step_times
             return build(word, context)
 
-        monkeypatch.setattr(run, name, note)
+        monkeypatch.setattr(run_policies, name, note)
 
     built = ("decode_policy", "prefill_policy", "queue_order")
     for name in built:

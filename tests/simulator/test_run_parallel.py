@@ -102,8 +102,8 @@ def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
     """A second rank without experts changes nothing: the two ways of counting agree."""
     config = make_config({"topology": "2P4D", "duration": 8, "warmup": 2, "output_len": 128})
 
-    def everything_on_rank_zero(config, setting, *_):
-        one = Placement.of_ranks(np.zeros((1, setting.model.n_experts), int), 2)
+    def everything_on_rank_zero(prepared, *_):
+        one = Placement.of_ranks(np.zeros((1, prepared.model.n_experts), int), 2)
         return [one] * (config.cluster.n_prefill + config.cluster.n_decode), []
 
     write_result(simulate(config), tmp_path / "plain")

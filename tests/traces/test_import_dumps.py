@@ -137,7 +137,7 @@ def test_sglang_leaves_out_what_began_before(monkeypatch, tmp_path):
     assert found.output_len.tolist() == [1]
     assert "2 requests are left out" in found.notes
     data["records"] = data["records"][:2]
-    with pytest.raises(InputError, match="no request whose prompt"):
+    with pytest.raises(InputError, match="no request with its whole prompt"):
         import_dumps.read_sglang(tmp_path / "x.pt")
     data["records"] = [record(3, [0])]
     with pytest.raises(InputError, match="forward_mode 3"):

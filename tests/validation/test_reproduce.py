@@ -90,7 +90,7 @@ def test_a_neutral_value_of_its_own_and_an_input():
 def test_the_routing_of_a_command_is_that_of_its_page(paper):
     evaluation = import_module(f"studies.{paper}.evaluation")
     trace = evaluation.make_runner(False, lambda _share: None).base["trace"]
-    assert trace in (ROOT / f"docs/{paper}.md").read_text()
+    assert trace in (ROOT / f"studies/{paper}/README.md").read_text()
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
