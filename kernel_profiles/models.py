@@ -544,8 +544,8 @@ def stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
 
 def stored_width(dtype: str) -> float:
     """Bytes of a weight as stored, scales left out where they are of channels or blocks."""
-    bits: dict[str, float] = {"bfloat16": 16, **_GROUPED_BITS}
-    return bits.get(dtype, 8) / 8
+    grouped = {str(name): bits for name, bits in _GROUPED_BITS.items()}
+    return ({"bfloat16": 16.0} | grouped).get(dtype, 8.0) / 8
 
 
 def is_fp8(dtype: str) -> bool:

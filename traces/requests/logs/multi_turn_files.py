@@ -27,7 +27,7 @@ def is_multi_turn(record: Any) -> bool:
     if not isinstance(record, dict) or not isinstance(record.get("turns"), list):
         return False
     known = {"text", "texts", "input_length", "output_length", "delay", *_MEDIA}
-    first = next(iter(record["turns"]), {})
+    first: Any = next(iter(record["turns"]), {})
     if isinstance(first, str):  # questions, as MT-Bench has them
         return False
     return not isinstance(first, dict) or not first or not known.isdisjoint(first)
