@@ -287,7 +287,7 @@ def named_needs(page):
         text, _, comment = line.partition("  #")
         if text.startswith("eldr-sim "):
             said = re.search(r"needs ([^;]*)", comment)
-            needs = re.split(r", | and ", said[1].strip()) if said else []
+            needs = re.split(r", | and ", said[1].strip().rstrip(")")) if said else []
             minutes = "minutes" in comment
             found.append(Line(text.strip(), shlex.split(text)[1:], needs, minutes))
     return found
