@@ -19,10 +19,10 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.run import load_of
+from eldr_sim.simulator.setup.config.field_types import MOST_PRICE
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 
 MOST_GPUS = 9999  #: most GPUs of a cluster that is planned: a pool has no more workers
-MOST_PRICE = 1e12  #: highest price of a GPU-hour: sums of prices stay numbers
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 SIZE_FIELDS = (
     "gpu", "tensor_parallel_size", "data_parallel_size", "block_size", "num_redundant_experts",
@@ -182,6 +182,8 @@ def clusters_to_plan(
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
         raise InputError("price", f"{', '.join(prices)} names one GPU twice")
+    for price in by_gpu.values():
+        within("price", price, MOST_PRICE, " an hour")
     made: dict[tuple[str, str], RunConfig] = {}
     for base in axes.configs(config):
         pools: dict[str, Pool] = {}
@@ -222,7 +224,6 @@ def _check_prices(configs: Iterable[RunConfig], given: bool) -> None:
     for price in prices.values():
         if price == 0:
             raise InputError("price", "0", "a positive price")
-        within("price", price or 0.0, MOST_PRICE, " an hour")
 
 
 def check_ffn_ranks(ffn_ranks: Sequence[int], engines: Sequence[int]) -> None:

@@ -79,7 +79,7 @@ def from_command(text):
     assert words[:2] == ["eldr-sim", "run"]
     command = cli.get_command(None, "run")
     options = command.make_context("run", words[2:]).params
-    for name in ("out", "force", "plot", "timeline", "backend"):
+    for name in ("out", "force", "plot", "timeline", "backend", "verbose"):
         options.pop(name)
     return config_from_options(options)
 

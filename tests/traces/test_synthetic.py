@@ -730,7 +730,7 @@ def test_commands_fit_and_draw_and_the_trace_runs(run_cli, tmp_path, monkeypatch
     command += " --output-len 20 --trace"
     code, out, err = run_cli(*command.split(), twin)
     assert code == 0, err
-    assert "synthetic" in out
+    assert "Routing: drawn" in out
     code, _, err = run_cli("trace", "fit-synthetic", small, "--out", model)
     assert code == 2
     assert "exists" in err

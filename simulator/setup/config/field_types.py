@@ -114,8 +114,9 @@ Seconds = Annotated[
 ]
 #: A delay; its sums stay finite.
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-#: Dollars a GPU-hour.
-Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+#: Highest price of a GPU-hour, $.
+MOST_PRICE = 1e6
+Price = Annotated[float, Field(ge=0, le=MOST_PRICE, allow_inf_nan=False)]
 
 
 def _drawn(value: Any, about: ValidationInfo) -> Any:
