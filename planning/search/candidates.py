@@ -182,8 +182,8 @@ def clusters_to_plan(
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
         raise InputError("price", f"{', '.join(prices)} names one GPU twice")
-    for price in by_gpu.values():
-        within("price", price, MOST_PRICE, " an hour")
+    for dollars in by_gpu.values():
+        within("price", dollars, MOST_PRICE, " an hour")
     made: dict[tuple[str, str], RunConfig] = {}
     for base in axes.configs(config):
         pools: dict[str, Pool] = {}
