@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-#: What a subclass may have of its own that is not in compiled code.
+#: Methods that a subclass may override and that compiled code does not have.
 _ASKED = frozenset({"select", "on_complete", "near", "usage"})
 _COSTS = ("step_times", "rank_moe", "prefill_work", "all_to_all", "placements")
 

@@ -16,7 +16,7 @@ class Workers(NamedTuple):
     ``signals_s``: vLLM's ``num_requests_waiting``, ``num_requests_running``,
     ``kv_cache_usage_perc``, and tokens."""
 
-    #: int64: requests in flight, from the router's decision until it hears of their end.
+    #: int64: requests in flight, from the router's decision until it learns that they ended.
     loads: NDArray[np.int64]
     #: int64: requests that wait, their KV cache on its way or not, and that compute or decode.
     waiting: NDArray[np.int64]

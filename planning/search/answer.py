@@ -415,7 +415,7 @@ def points_table(runs: Runs, axes: Axes) -> pa.Table:
 
 
 def _of_the_day(answer: Answer) -> list[Row]:
-    """Return the rows whose workers over the day are told: the answer's, and a timetable's."""
+    """Return the rows that show workers over the day: the answer's, and a timetable's."""
     if answer.question.kind != "day" or answer.best is None:
         return []
     able = [row for row in answer.rows[1:] if row.trial is not None]

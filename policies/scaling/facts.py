@@ -26,9 +26,9 @@ class PoolFacts(NamedTuple):
     kv_tokens: int  #: that an engine has room for
     start_up_s: float
     switch_s: float
-    #: Seconds that a prompt of so many tokens takes an engine, whose steps hold others like it.
+    #: Seconds of an engine for a prompt of a number of tokens, in steps with others like it.
     prompt_s: Callable[[int], float]
-    #: Seconds of a step of so many sequences at a mean context, of uniform routing, or of the
+    #: Seconds of a step of a number of sequences at a mean context, of uniform routing, or of the
     #: trace's shares where engines share experts.
     step_s: Callable[[int, float], float]
     token_budget: int = 8192  #: of a step
@@ -55,7 +55,7 @@ class PoolFacts(NamedTuple):
         itl_s: float = 0.05,
         mixed: bool = True,
     ) -> float:
-        """Return the seconds of a worker that a request of so many tokens takes in this pool: its
+        """Return the worker seconds of a request of these lengths, in tokens, in this pool: its
         prompt, and its share of decode steps as full as ``itl_s`` allows. A ``mixed`` worker's step
         of b sequences also computes the prompts of b / ``output`` others."""
         seconds = self.prompt_s(max(1, round(prompt - cached))) if self.computes else 0.0

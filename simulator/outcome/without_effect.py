@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
+from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.fault_spellings import in_cluster, parse_fail
@@ -239,10 +240,9 @@ def _of_scaling(config: RunConfig) -> _Found:
             if not (elastic and name == "min_workers"):  # which says what a GPU holds
                 yield name, "there is no autoscaler (--autoscale)"
     rule = parse(config.scaling.autoscale, "autoscale").name
-    least = config.scaling.min_workers or (1,)
-    fewest = least * len(config.pools) if len(least) == 1 else least
-    most = [pool.units[0] for pool in config.pools]
-    if rule != "none" and all(few >= n for few, n in zip(fewest, most, strict=True)):
+    names = [pool.name for pool in config.pools]
+    least = per_pool("min_workers", config.scaling.min_workers or (1,), names)
+    if rule != "none" and all(least[pool.name] >= pool.units[0] for pool in config.pools):
         why = f"--topology is the maximum, and {config.cluster.topology} has no worker to start"
         yield "autoscale", f"{why} or stop beyond --min-workers; give a larger one, such as 8C"
     if rule in _BEGIN:

@@ -45,7 +45,7 @@ class Requests:
     joins: Int32s | None = None
     #: bool ``[n]``: whether a request's blocks are those of its answer, too; None: of no request.
     answered: Bools | None = None
-    #: Of the first requests: so many only warm caches, before the measured window (`lanes`).
+    #: Number of requests at the start that only warm caches, before the measured window (`lanes`).
     n_warming: int = 0
 
     @property
@@ -68,7 +68,7 @@ class Requests:
         return np.minimum(np.diff(self.prefix_indptr), reach)
 
     def _reach(self, tokens: Any) -> Any:
-        """Return how many blocks so many tokens begin, int64."""
+        """Return the number of blocks that each number of tokens begins, int64."""
         return -(-tokens.astype(np.int64) // max(1, self.prefix_block_tokens))
 
     @property
@@ -77,7 +77,7 @@ class Requests:
         return len(self.prefix_hash) > 0 and not self.prefix_indptr[-1]
 
     def repeated(self, rounds: int) -> Self:
-        """Return so many rounds of these requests, each with sessions and prefixes of its own."""
+        """Return ``rounds`` copies of these requests, each with its own sessions and prefixes."""
         n_blocks = int(self.prefix_indptr[-1])
         begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
         same = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray)}

@@ -17,7 +17,7 @@ from eldr_sim.validation.published.freeze import checksum
 from eldr_sim.validation.published.journal import Found
 from eldr_sim.validation.published.runs import PublishedRun
 
-#: A cell moves where its median error changes by more than so many points, and by this share.
+#: A cell moves where its median error changes by more than this many points and this share.
 POINTS, SHARE = 2.0, 0.1
 _FIGURES = ("tpot", "ttft")
 #: Rows that are predicted again in every run of the tests: of all three engines, dense and with
