@@ -65,6 +65,9 @@ settings.load_profile("default")
 #: begins with rooms that compile little, while the first one compiles what both need.
 ORDER = {"kernel_profiles": 1, "serving": 2, "traces": 3, "reports": 4, "validation": 5}
 
+#: Seconds after which a test that is not marked slow fails.
+HANG_S = float(os.environ.get("TEST_HANG_S", 120))
+
 
 def pytest_collection_modifyitems(items):
     def place(item):
@@ -72,6 +75,28 @@ def pytest_collection_modifyitems(items):
         return 5 if item.path.stem == "test_step_cost" else ORDER.get(room, 0)
 
     items.sort(key=place)
+
+
+class Hang(BaseException):
+    """A test ran for too long; not an `Exception`, which hypothesis would try to reproduce."""
+
+
+def _hang(number, frame):
+    raise Hang(f"no end within {HANG_S} s; on a busy machine set TEST_HANG_S")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a test that hangs. The alarm repeats: an event loop may swallow the first one."""
+    if not hasattr(signal, "setitimer") or item.get_closest_marker("slow"):
+        return (yield)
+    before = signal.signal(signal.SIGALRM, _hang)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S, 1)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_finish():
