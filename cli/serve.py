@@ -41,9 +41,10 @@ _OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 @option("--port", IntRange(0, 65535), "Port of the cluster's API; 0 takes a free one.",
         default=8000, metavar="N")  # fmt: skip
 @option("--engine-ports", IntRange(1, 65535), "First of the ports of the workers of an xC "
-        "cluster, one port per worker; a router of yours chooses.", metavar="N")  # fmt: skip
-@option("--engine-header", None, "Request header with the number of the worker, from 0, in an xC "
-        "cluster at one port; a router of yours chooses.", metavar="NAME")  # fmt: skip
+        "or xPyD cluster, one port per worker, prefill workers first; a router of yours chooses.",
+        metavar="N")  # fmt: skip
+@option("--engine-header", None, "Request header with the number of the worker, from 0, in an "
+        "xC or xPyD cluster at one port; a router of yours chooses.", metavar="NAME")  # fmt: skip
 @option("--admin-port", IntRange(1, 65535), "Port on the loopback address for faults: slow, hang, "
         "kill and drain workers (docs/serve.md).", metavar="N")  # fmt: skip
 @option("--kv-events-config", None, "Publish KV events, as vLLM's option of this name; worker n "
@@ -102,6 +103,7 @@ def serve(
     from eldr_sim.guard import Guard
     from eldr_sim.serving.http import Intake, Limits, listen
     from eldr_sim.serving.simulated.admin import Admin, serving
+    from eldr_sim.serving.simulated.handover import Worker, workers_of
     from eldr_sim.serving.simulated.kv_events import parse_kv_events
     from eldr_sim.serving.simulated.server import Service
     from eldr_sim.serving.simulated.server import serve as serve_all
@@ -116,24 +118,21 @@ def serve(
         config = config.replace(frontend="none")  # this server is a real one
     if options.get("warmup") is None:
         config = config.replace(warmup=0)
-    configs, ports = [config], [port]
+    workers, ports = [Worker(config, None)], [port]
     if engine_ports is not None or engine_header is not None:
         if engine_ports is not None and engine_header is not None:
             raise InputError("engine_header", "beside --engine-ports", "one of them")
-        if config.cluster.n_prefill or own["log"] is not None:
-            allowed = "xC without --log: workers that share nothing"
+        if own["log"] is not None:
             field = "engine_ports" if engine_header is None else "engine_header"
-            raise InputError(field, f"of {config.cluster.topology}", allowed)
-        n = range(config.cluster.n_decode)
-        configs = [
-            config.replace(topology="1C", seed=config.requests.seed + worker) for worker in n
-        ]
+            raise InputError(field, "beside --log", "one of them")
+        workers = workers_of(config)
         if engine_ports is not None:
-            ports = [engine_ports + worker for worker in n]
+            ports = [engine_ports + worker for worker in range(len(workers))]
     what = "compiling, and drawing the model's routing where it is new"
     click.echo(f"Getting ready: {what}", err=True)
     services = [
-        Service(each, intake=intake, rank=worker, **own) for worker, each in enumerate(configs)
+        Service(worker.config, intake=intake, rank=rank, role=worker.role, **own)
+        for rank, worker in enumerate(workers)
     ]
     beside = None
     if admin_port is not None:

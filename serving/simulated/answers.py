@@ -11,6 +11,7 @@ from typing import Any
 from eldr_sim.serving import http
 from eldr_sim.serving.simulated.asked import LETTERS, WORD, Asked
 from eldr_sim.serving.simulated.core import Stream
+from eldr_sim.serving.simulated.handover import handed_over
 
 
 class Answer:
@@ -36,6 +37,13 @@ class Answer:
         )  # fmt: skip
         self._created, self._model = int(time.time()), model
         self._head = {"id": self._id, "created": self._created, "model": model}
+        self._handed_over: dict[str, Any] = {}
+
+    def hand_over(self, rank: int, block_size: int) -> None:
+        """Let the answer say where prefill worker ``rank`` keeps the KV cache."""
+        prompt_len = self._streams[0].prompt_len
+        params = handed_over(rank, self._id, prompt_len, block_size)
+        self._handed_over = {"kv_transfer_params": params}
 
     async def whole(self) -> Any:
         """Wait for the end, and answer with everything."""
@@ -51,6 +59,7 @@ class Answer:
             return web.json_response(self._response("completed"), headers=self.headers)
         choices = [self._choice(index, stream) for index, stream in enumerate(self._streams)]
         body = self._head | {"object": self._object, "choices": choices, "usage": self._usage()}
+        body |= self._handed_over
         return web.json_response(body, headers=self.headers)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eldr_sim.serving.bodies import parse_body
+from eldr_sim.serving.simulated.handover import Role, check
 
 #: The filler that answers consist of; letters of a text that are taken for a token where there is
 #: no tokenizer, as of each of ours.
@@ -75,11 +76,19 @@ class Asked(NamedTuple):
 
 class Parser:
     """Reads requests. ``model``: its name; ``adapters``: names of LoRA adapters; ``tokenizer``: of
-    the package ``tokenizers``, or None; ``longest``: tokens of the longest context."""
+    the package ``tokenizers``, or None; ``longest``: tokens of the longest context; ``role``: of
+    the worker, see `handover.check`."""
 
-    def __init__(self, model: str, adapters: Sequence[str], tokenizer: Any, longest: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        adapters: Sequence[str],
+        tokenizer: Any,
+        longest: int,
+        role: Role | None = None,
+    ) -> None:
         self._model, self._adapters, self._tokenizer = model, adapters, tokenizer
-        self.longest = longest
+        self.longest, self._role = longest, role
 
     def read(self, raw: bytes, kind: str) -> Asked:
         """Read a body; raises ValueError for what cannot be answered. ``kind``: ``completion``,
@@ -90,17 +99,12 @@ class Parser:
         for name, (allowed, why) in _REFUSED.items():
             if not any(body.get(name) is v or body.get(name) == v for v in allowed):
                 raise ValueError(f"{name}: {why}")
-        params = body.get("kv_transfer_params")
-        if params:
-            problem = "prefill and decode of a request at two ports are not simulated"
-            raise ValueError(
-                f"kv_transfer_params: {problem} (allowed: one port of --topology xPyD)"
-            )
         _check_form(body)
         prompts = self._prompts(body, kind)
         n = _count(body, "n", 1, 1, _MOST_ANSWERS)
         if body.get("best_of") not in (None, n):
             raise ValueError(f"best_of: answers are not ranked (allowed: n, {n})")
+        check(body, self._role, n * len(prompts))
         limits = [_count(body, name, None, 1, 1 << 31)
                   for name in ("max_tokens", "max_completion_tokens")]  # fmt: skip
         most = next((limit for limit in reversed(limits) if limit is not None), None)

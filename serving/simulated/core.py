@@ -14,6 +14,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.serving.simulated.handover import Role
 from eldr_sim.simulator.plane.kv.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.state import COMPLETED, OUTCOMES
 from eldr_sim.simulator.run import Result
@@ -22,6 +23,8 @@ from eldr_sim.simulator.simulation import Simulation
 
 #: The cluster advances no more often than this, s of the wall clock.
 _TICK_S = 0.0005
+#: How many times as long a step takes that stands for the work of another server.
+_IN_NO_TIME = 1e-9
 #: Tokens of prompt and answer of a request that is run beforehand: everything is compiled then.
 _WARM = 100, 3
 
@@ -55,7 +58,8 @@ class Core:
     """A cluster that serves; raises InputError if it cannot serve requests of any length.
     ``config``: also of answers' lengths and routing; ``speed``: simulated seconds a second;
     ``log``: see `replay`; ``lag``: called with what tokens are late, s of the wall clock;
-    ``on_blocks``: called with a worker, and the blocks that its prefix cache has got and lost."""
+    ``on_blocks``: called with a worker, and the blocks that its prefix cache has got and lost;
+    ``role``: of the one worker that it stands for, see `handover`."""
 
     def __init__(
         self,
@@ -65,8 +69,9 @@ class Core:
         log: IO[str] | None = None,
         lag: Callable[[float], None] = lambda _s: None,
         on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
+        role: Role | None = None,
     ) -> None:
-        if not config.cluster.generates:
+        if not config.cluster.generates and role is None:
             raise InputError(
                 "topology", f"{config.cluster.topology} generates nothing", "xPyD or xC"
             )
@@ -76,6 +81,13 @@ class Core:
         self.config, self.speed, self.lag = config, speed, lag
         self.simulation = Simulation(config, arrivals=False, prefixes=True, on_blocks=on_blocks)
         self.cluster = self.simulation.cluster
+        self._role = role
+        engines = self.cluster.cluster.arrays.engines
+        of_role = engines.pool_of == ("prefill", "decode").index(role) if role else slice(None)
+        #: Numbers of the engines that it stands for.
+        self.numbers = np.arange(len(engines.workers))[of_role].tolist()
+        if role == "decode":
+            engines.workers["slowdown"][engines.pool_of == 0] = _IN_NO_TIME
         self.open: dict[int, Stream] = {}
         self.ended: Callable[[Stream, str], None] = lambda _stream, _outcome: None
         self.failure: asyncio.Future[None] | None = None
@@ -99,7 +111,18 @@ class Core:
     def waiting(self) -> int:
         """Requests that no engine has begun to compute."""
         numbers = np.fromiter(self.open, np.int64)
-        return int((self.cluster.requests["prefill_start_s"][numbers] < 0.0).sum())
+        begun = "decode_start_s" if self._role == "decode" else "prefill_start_s"
+        return int((self.cluster.requests[begun][numbers] < 0.0).sum())
+
+    def engines(self) -> list[tuple[int, int, float]]:
+        """Return the figures of `Control.engines` for the engines that it stands for."""
+        engines = self.cluster.engines()
+        return [engines[number] for number in self.numbers]
+
+    def kv_blocks(self) -> list[int]:
+        """Return the KV blocks of each engine that it stands for."""
+        blocks = self.cluster.kv_blocks()
+        return [blocks[number] for number in self.numbers]
 
     def submit(
         self,

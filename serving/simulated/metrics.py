@@ -172,8 +172,8 @@ class Metrics(http.Registry):
                 ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
             )
         ]
-        size, blocks = self._core.config.engine.block_size, self._core.cluster.kv_blocks()
-        engines = self._core.cluster.engines()
+        size, blocks = self._core.config.engine.block_size, self._core.kv_blocks()
+        engines = self._core.engines()
         for number, figures in enumerate(engines):
             for gauge, figure in zip(gauges, figures, strict=True):
                 gauge.add_metric([self._model, str(number)], figure)

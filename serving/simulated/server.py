@@ -16,6 +16,7 @@ from eldr_sim.serving import http
 from eldr_sim.serving.simulated.answers import Answer
 from eldr_sim.serving.simulated.asked import Parser, Prompt, blocks_of, stopped
 from eldr_sim.serving.simulated.core import Core, Stream
+from eldr_sim.serving.simulated.handover import Role
 from eldr_sim.serving.simulated.kv_events import KVEventsConfig, Publisher
 from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -33,7 +34,8 @@ class Service:
     this many waiting requests the answer is 429; ``ready_after_s``: not healthy for this long;
     ``tokenizer``: a ``tokenizer.json``, else four characters are a token; ``log``: see
     `core.replay`; ``adapters``: names of LoRA adapters; ``kv_events``: what its engines publish,
-    the first of them as ``rank``."""
+    the first of them as ``rank``; ``role``: of the one worker of a 1P1D cluster that it stands for,
+    see `handover`."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Service:
         adapters: Sequence[str] = (),
         kv_events: KVEventsConfig | None = None,
         rank: int = 0,
+        role: Role | None = None,
         limits: http.Limits | None = None,
         intake: http.Intake | None = None,
         guard: Guard | None = None,
@@ -60,18 +63,22 @@ class Service:
         file = None if log is None else self._files.enter_context(http.open_log(log))
         self.publishers: list[Publisher] = []
         hear = self._tell if kv_events is not None else None
-        self.core = Core(config, speed=speed, log=file, lag=self.metrics.lag, on_blocks=hear)
+        self.role, self._rank = role, rank
+        self.core = Core(
+            config, speed=speed, log=file, lag=self.metrics.lag, on_blocks=hear, role=role
+        )
         self.metrics.watch(self.core)
         if kv_events is not None:
             size = self.core.config.engine.block_size
-            for worker in range(len(self.core.cluster.engines())):
+            for worker in range(len(self.core.numbers)):
                 publisher = Publisher(kv_events, rank + worker, size)
                 self.publishers.append(publisher)
                 self._files.callback(publisher.close)
         self._max_queue, self._ready_after_s = max_queue, ready_after_s
         known = None if tokenizer is None else open_tokenizer(tokenizer, "tokenizer")
         self._tokenizer = known
-        self._parser = Parser(self.model, adapters, known, self.core.simulation.max_model_len)
+        longest = self.core.simulation.max_model_len
+        self._parser = Parser(self.model, adapters, known, longest, role)
         self._begun = math.inf
         #: Set unless the server is to hang.
         self.thawed = asyncio.Event()
@@ -193,7 +200,7 @@ class Service:
         about = {"model_path": self.model, "served_model_name": self.model, "dp_size": 1}
         about["version"] = __version__
         about["max_total_num_tokens"] = (
-            sum(self.core.cluster.kv_blocks()) * self.core.config.engine.block_size
+            sum(self.core.kv_blocks()) * self.core.config.engine.block_size
         )
         return web.json_response(about)
 
@@ -247,6 +254,9 @@ class Service:
                     streams.append(self._submit(asked, prompt))
             model, cached = asked.adapter or self.model, self.core.cached_tokens
             answer = Answer(kind, model, asked, streams, cached, self.thawed)
+            if self.role == "prefill":
+                size = self.core.config.engine.block_size
+                answer.hand_over(self._rank, size)
             return await (answer.stream(request) if asked.streamed else answer.whole())
         finally:
             for stream in streams:
@@ -272,8 +282,9 @@ class Service:
         return stream
 
     def _tell(self, worker: int, stored: Sequence[int], removed: Sequence[int]) -> None:
-        if worker < len(self.publishers):
-            self.publishers[worker].tell(stored, removed)
+        own = worker - self.core.numbers[0]
+        if 0 <= own < len(self.publishers):
+            self.publishers[own].tell(stored, removed)
 
     def _answer_replays(self) -> None:
         for publisher in self.publishers:
@@ -343,9 +354,12 @@ async def _serve(
 ) -> None:
     sites, loop = [], asyncio.get_running_loop()
     for app, service, listening in zip(apps, services, sockets, strict=False):
-        cluster = f"{service.model}, {service.core.config.cluster.topology}"
-        many = f"{len(services)} x " if len(apps) < len(services) else ""
-        said = f"Serving {many}{cluster}, at {http.url_of(listening)}"
+        cluster = service.core.config.cluster.topology
+        if service.role is not None:
+            cluster = f"a {service.role} worker"
+        if len(apps) < len(services):
+            cluster = f"{len(services)} workers"
+        said = f"Serving {service.model}, {cluster}, at {http.url_of(listening)}"
         sites.append(http.Site(app, listening, service.intake, said))
     for service in services:
         service.core.failure = loop.create_future()
