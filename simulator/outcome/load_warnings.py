@@ -33,7 +33,7 @@ def load_warnings(
     ):
         yield (
             f"all requests have {int(prompts[0])} prompt and {int(outputs[0])} output tokens and "
-            "begin together: they run in waves, and milliseconds decide how much of their latency is "
-            "TTFT and how much TPOT, so compare E2EL or throughput; where these are means, "
-            "give --random-range-ratio or a log of their lengths"
+            "begin together: they run in waves, and milliseconds decide how latency divides into "
+            "TTFT and TPOT, so compare E2EL or throughput; where these are means, give "
+            "--random-range-ratio or a log of their lengths"
         )
