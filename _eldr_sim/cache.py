@@ -27,7 +27,7 @@ _LIMITED = BITSETS, FITS, TABLES, TRACES  # compiled code is small, and slow to 
 
 #: What each part is for, and what it costs to make again.
 PURPOSES = {
-    BITSETS: "routing in the form that runs read, made of a trace in a second",
+    BITSETS: "recorded routing in the form that runs read, made in a second",
     FITS: "signatures of ELDR and other policies, fitted to a trace in seconds",
     NUMBA: "the simulator as machine code, compiled in a minute or two",
     TABLES: "kernel tables taken from an installed aiconfigurator",

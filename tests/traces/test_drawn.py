@@ -32,6 +32,15 @@ def few(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def test_the_cache_holds_drawn_routing_once(few):
+    """As ids: their bit sets, two to five times as large, are packed by each process."""
+    trace = drawn_trace("Qwen3-30B-A3B", Shape(2, 128, 8), (("code", 1.0),))
+    assert trace.bits.size
+    kept = [file for file in cache.files() if file.part != cache.NUMBA]
+    assert {file.part for file in kept} == {cache.TRACES}
+    assert sum(file.size for file in kept) < 1.5 * trace.experts.nbytes < trace.bits.nbytes
+
+
 @pytest.mark.parametrize(
     ("model", "preset"),
     [
