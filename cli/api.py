@@ -195,7 +195,7 @@ def options_of(
             raise InputError(name, f"no such option: {hint}" if hint else "no such option",
                              "" if hint else "see eldr-sim run --help")  # fmt: skip
     if isinstance(config, RunConfig):
-        values["config_file"] = config.said("python")
+        values["config_file"] = config.explicit_fields("python")
     elif config is not None:
         values["config_file"] = config
     return {name: value for name, value in values.items() if name not in _OUTPUT}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from eldr_sim.planning.compare.drafts import DraftComparison
     from eldr_sim.planning.compare.policies import Comparison
     from eldr_sim.planning.compare.what_if import Change, WhatIf
-    from eldr_sim.planning.runs.shared_runs import Summary
+    from eldr_sim.planning.runs.run_cache import Summary
     from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Options that take a list of values to compare.

@@ -202,7 +202,7 @@ def planned(
     progress: RunCounter = run_counter, journal: Journal | None = None, **options: Any
 ) -> Answer:
     """Return the answer to what the options of the command ask."""
-    from eldr_sim.planning.runs.shared_runs import Runs
+    from eldr_sim.planning.runs.run_cache import RunCache
     from eldr_sim.planning.search import goals
     from eldr_sim.planning.search.axes import Space
     from eldr_sim.planning.search.why_not import named
@@ -255,7 +255,7 @@ def planned(
     else:
         goal = goals.Cheapest(objective, asked.why_not, asked.sensitivity)
     with progress("planning") as count:
-        return goals.find(space, goal, Runs(asked.jobs, count, journal))
+        return goals.find(space, goal, RunCache(asked.jobs, count, journal))
 
 
 def _check_question(asked: _Asked, rate: object, day: bool) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import choice
-from eldr_sim.policies.rule import Kept, Rule, RuleBy
+from eldr_sim.policies.rule import Rule, RuleBy, StickyRule
 from eldr_sim.policies.seen import COLUMNS, LOADS, NOTHING, RequestInfo, Workers
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOADS", "NOTHING", "Needs", "Policy", "PolicyContext", "RequestInfo", "RouterPolicy",
-    "Workers", "decisions_of", "gives_rules", "newest",
+    "Workers", "decisions_of", "gives_rules", "overridden_methods",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class RouterPolicy(Policy):
         the order of arrival among those held, when the router hears of an end or of new signals."""
         return self.rules([request])[0].pick(workers)
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | Kept]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | StickyRule]:
         """Return the rule of each request; the same object for equal requests.
 
         Unless ``rule_by`` is None, the simulator asks once for all requests that the policy treats
@@ -152,10 +152,10 @@ def gives_rules(policy: RouterPolicy | None) -> bool:
     """Whether a policy tells rules, and no subclass has given it another ``select``."""
     if policy is None or policy.rule_by is None:
         return False
-    return "rules" in newest(policy, {"select", "rules"})
+    return "rules" in overridden_methods(policy, {"select", "rules"})
 
 
-def newest(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
+def overridden_methods(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
     """Return which of some methods are the policy's own, or of the first class that has any."""
     owners = (policy, *type(policy).__mro__)
     return next((own for owner in owners if (own := methods & vars(owner).keys())), set())
@@ -164,7 +164,7 @@ def newest(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
 def decisions_of(policy: RouterPolicy, workers: Workers, n: int) -> CompiledDecisions | None:
     """Return a policy's compiled decisions on ``n`` kinds of requests; None where it has to be
     asked: it has none, or a subclass decides in another way."""
-    if "compiled" not in newest(policy, _ASKED | {"compiled"}):
+    if "compiled" not in overridden_methods(policy, _ASKED | {"compiled"}):
         return None
     return policy.compiled(workers, n)
 

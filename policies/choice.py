@@ -32,24 +32,26 @@ _SAID = re.compile(
 def _built_in() -> dict[str, dict[str, str]]:
     """Find the built-in policies in the text of their modules, which take long to import."""
     above: dict[str, str] = {}
-    said: dict[str, dict[str, str]] = {}
+    attributes: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*/*.py")):
         for found in _SAID.finditer(path.read_text(encoding="utf-8")):
             if found[1]:
-                own = said[found[1]] = {}
+                own = attributes[found[1]] = {}
                 above[found[1]] = found[2]
                 places[found[1]] = f"{path.parent.name}.{path.stem}:{found[1]}"
             else:
                 own[found[3]] = found[4]
 
-    def told(of: str, what: str) -> str | None:
-        return None if of not in said else said[of].get(what) or told(above[of], what)
+    def value_of(of: str, what: str) -> str | None:
+        return (
+            None if of not in attributes else attributes[of].get(what) or value_of(above[of], what)
+        )
 
     built_in: dict[str, dict[str, str]] = {decision: {} for decision in FIELDS}
-    for of, words in said.items():
+    for of, words in attributes.items():
         for decision in built_in:
-            if "name" in words and decision in (told(of, "decision"), told(of, "also")):
+            if "name" in words and decision in (value_of(of, "decision"), value_of(of, "also")):
                 built_in[decision][words["name"]] = places[of]
     return {decision: dict(sorted(own.items())) for decision, own in built_in.items()}
 

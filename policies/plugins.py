@@ -110,7 +110,7 @@ def _placement(arguments: Any, found: Any) -> str:
         shape = np.shape(found.expert)
         fits = shape == np.shape(found.rank) and len(shape) == 2 and shape[0] == group.n_layers
     try:
-        fits = fits and bool(found.held(group.n_experts).any(axis=1).all())
+        fits = fits and bool(found.has_expert(group.n_experts).any(axis=1).all())
     except (IndexError, TypeError, ValueError):
         fits = False
     wanted = f"{group.n_experts} experts in {group.n_layers} layers on {group.n_ranks} ranks"

@@ -92,7 +92,7 @@ class Rule:
         return found
 
 
-class Kept(NamedTuple):
+class StickyRule(NamedTuple):
     """A worker that keeps a request while it is not overloaded, and the rule for when it is."""
 
     worker: int

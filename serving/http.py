@@ -149,7 +149,7 @@ class Site(NamedTuple):
     """An application at a socket; ``said``: announced when it listens."""
 
     app: Any
-    listening: socket.socket
+    listener: socket.socket
     intake: Intake
     said: str
 
@@ -180,7 +180,7 @@ async def serve_sites(
         for site in sites:
             runners.append(web.AppRunner(site.app, keepalive_timeout=idle_s, **how))
             await runners[-1].setup()
-            await web.SockSite(runners[-1], site.listening).start()
+            await web.SockSite(runners[-1], site.listener).start()
             announce(site.said)
         waits: list[asyncio.Future[Any]] = [*failures, asyncio.ensure_future(told.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -261,9 +261,9 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError("port", f"{host}:{port}: {error.strerror}") from None
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """Return the URL of a socket that listens."""
-    return shown_url(*listening.getsockname()[:2])
+    return shown_url(*listener.getsockname()[:2])
 
 
 def open_log(path: Path) -> IO[str]:

@@ -17,22 +17,22 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.registry import is_built_in, needs
 from eldr_sim.simulator.control import placing
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.control import Control
-from eldr_sim.simulator.control.inputs import Inputs, Signatures
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
+from eldr_sim.simulator.control.control_api import Control
 from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.control.run_inputs import RunInputs, Signatures
 from eldr_sim.simulator.control.run_policies import RunPolicies, queue_keys
-from eldr_sim.simulator.control.scaling import autoscale, check_scaling, mean_work
+from eldr_sim.simulator.control.scaling import autoscale, check_scaling, expected_step
 from eldr_sim.simulator.outcome.catalogue import Headline, Shown, headline_tags, label, number
 from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import judged, summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
-from eldr_sim.simulator.reference.cluster import ReferenceCluster
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.expected_step import ExpectedStep
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
-from eldr_sim.simulator.setup.mean_work import MeanWork
 from eldr_sim.simulator.setup.offered_load import make_load
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded, prepare, trace_of
 from eldr_sim.simulator.setup.replay import (
@@ -146,7 +146,7 @@ def _run(
         return replace(prepared, spec=inputs.spec), workload, reference.run(progress)
     if workers:
         raise InputError("workers", "the compiled engines are not replaced", "backend simpy")
-    cluster = Cluster(inputs)
+    cluster = CompiledCluster(inputs)
     tell_of_compiling()
     if not config.scaling.scales:
         return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
@@ -202,7 +202,7 @@ def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
 
 def reference_of(
     config: RunConfig,
-    inputs: Inputs,
+    inputs: RunInputs,
     workers: Mapping[str, type[Any]] | None,
     arrivals: bool = True,
     *,
@@ -220,7 +220,7 @@ def reference_of(
     return ReferenceCluster(inputs, workers, arrivals)
 
 
-def fault_plan(config: RunConfig, cluster: Cluster | ReferenceCluster) -> FaultPlan:
+def fault_plan(config: RunConfig, cluster: CompiledCluster | ReferenceCluster) -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
     health = config.faults.health_delay_ms / 1e3
     return cluster.faults or FaultPlan(
@@ -261,8 +261,8 @@ def make_inputs(
     workload: Workload,
     window: tuple[float, float],
     on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
-) -> Inputs:
-    """Put what a cluster runs together, policies fitted; ``on_blocks``: see `control.inputs`."""
+) -> RunInputs:
+    """Put what a cluster runs together, policies fitted; ``on_blocks``: see `RunInputs`."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
     made = policies_of(config, prepared)
     seed, calibration = config.requests.seed, made.calibration
@@ -313,7 +313,7 @@ def make_inputs(
     elastic = placing.elastic_groups(prepared, seed, config.scaling, share, artifact, calibration)
     most = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
-    return Inputs(
+    return RunInputs(
         spec,
         [pool.engine.parallelism.shard(model) for pool in spec.pools],
         workload,
@@ -348,9 +348,9 @@ def make_inputs(
 
 def build_cluster(
     config: RunConfig, prepared: PreparedRun, workload: Workload, window: tuple[float, float]
-) -> Cluster:
+) -> CompiledCluster:
     """Return the compiled cluster of a run, policies fitted."""
-    return Cluster(make_inputs(config, prepared, workload, window))
+    return CompiledCluster(make_inputs(config, prepared, workload, window))
 
 
 def policies_of(config: RunConfig, prepared: PreparedRun) -> RunPolicies:
@@ -370,10 +370,10 @@ def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placeme
     return placing.place_pool(prepared, seed, name, None, calibration)[0].placement
 
 
-def mean_work_of(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
+def expected_step_of(config: RunConfig, prepared: PreparedRun, pool: int) -> ExpectedStep:
     """Return the mean work of a pool's groups, linear ones where ELDR's fit is asked for."""
     calibration = policies_of(config, prepared).calibration
-    return mean_work(prepared, config.requests.seed, calibration, pool)
+    return expected_step(prepared, config.requests.seed, calibration, pool)
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None, backend: Backend) -> dict[str, Any]:

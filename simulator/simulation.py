@@ -27,12 +27,18 @@ import simpy
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import check_tables
 from eldr_sim.simulator.control.clock import Clock
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.control import Control, Ended, Pool, Worker, parse_worker
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
+from eldr_sim.simulator.control.control_api import (
+    Control,
+    Pool,
+    RequestOutcome,
+    Worker,
+    parse_worker,
+)
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes, without_prefixes
-from eldr_sim.simulator.reference.cluster import ReferenceCluster
-from eldr_sim.simulator.reference.control import ReferenceControl
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
+from eldr_sim.simulator.reference.reference_control import ReferenceControl
 from eldr_sim.simulator.run import (
     Backend,
     Result,
@@ -47,7 +53,7 @@ from eldr_sim.simulator.run import (
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.lengths import told_lengths
 
-__all__ = ["Control", "Ended", "Pool", "Simulation", "Worker"]
+__all__ = ["Control", "Pool", "RequestOutcome", "Simulation", "Worker"]
 
 
 class Simulation:
@@ -92,11 +98,11 @@ class Simulation:
             if prefixes:
                 raise InputError("prefixes", "the SimPy backend takes none", "backend compiled")
             reference = reference_of(config, inputs, workers, arrivals=False, backend=backend)
-            self._cluster: Cluster | ReferenceCluster = reference
+            self._cluster: CompiledCluster | ReferenceCluster = reference
             plan = fault_plan(config, reference)
             self.cluster: Control = ReferenceControl(reference, plan, arrivals)
         else:
-            self._cluster = cluster = Cluster(inputs)
+            self._cluster = cluster = CompiledCluster(inputs)
             cluster.sent = SentPrefixes() if prefixes else None
             cluster.arrays.clock["n_events"] = 0  # arrivals are a process, or none
             self.cluster = Control(cluster, fault_plan(config, cluster), arrivals)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.outputs import write_rows
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space, value_of
 from eldr_sim.planning.search.candidates import cluster_label
 from eldr_sim.planning.search.goals import HighestRate, find
@@ -41,7 +41,7 @@ NAMES = {"policy": "router", "max_num_batched_tokens": "tokens a step"}
 Row = dict[str, str]
 
 
-def rows_of(question: Sequence[object], runs: Runs) -> list[Row]:
+def rows_of(question: Sequence[object], runs: RunCache) -> list[Row]:
     """Answer a question: with the base, with each knob, with all of them, with all but one."""
     model, gpu, n_gpus, prompt, output, slo, drafts = question
     objective, axes = Objective(parse_slo([str(slo)]), 0.95, (3,)), dict(AXES)
@@ -120,7 +120,7 @@ def main(out: Path, page: Path, numbers: Sequence[int]) -> None:
     """Answer questions, and add their rows to a file as they come; the page's are made anew."""
     known = list(csv.DictReader(out.open())) if out.exists() else []
     for number in numbers:
-        runs = Runs(1)
+        runs = RunCache(1)
         known += rows_of(QUESTIONS[number - 1], runs)
         write_rows(out, known)
         print(f"question {number}: {len(runs)} runs", flush=True)

@@ -37,9 +37,9 @@ from eldr_sim.cli.main import main
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.simulator.control import cluster as cluster_module
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control import compiled_cluster as cluster_module
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
@@ -352,7 +352,7 @@ def make_cluster(make_step_time):
                 )
             if n > 0:
                 routers.append(policy)
-        inputs = Inputs(
+        inputs = RunInputs(
             spec,
             [
                 SimpleNamespace(
@@ -370,7 +370,7 @@ def make_cluster(make_step_time):
             prompts=prompts,
             queue_keys=queue_keys,
         )
-        return Cluster(inputs)
+        return CompiledCluster(inputs)
 
     return make
 

@@ -40,7 +40,7 @@ HOST_GAP_S = 0.0
 
 Derived from the same five rows: measured TPOT less the sum of kernels, mean +0.02 ms, spread 0.5
 ms. Engines that schedule a step when the last one has ended wait for the host
-(``config.engines.HOST_WAIT_MS``)."""
+(``config.engine_rules.HOST_WAIT_MS``)."""
 
 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024

@@ -7,7 +7,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import run_paired
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.catalogue import Headline, number

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import run_paired
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.simulator.outcome.catalogue import Headline, number
 from eldr_sim.simulator.results import Written

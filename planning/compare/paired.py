@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
+from eldr_sim.planning.runs.run_cache import RunCache, Summary
 from eldr_sim.planning.runs.runner import with_seed
-from eldr_sim.planning.runs.shared_runs import Runs, Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.simulator.outcome.catalogue import Headline, headline_tags, label, number
 from eldr_sim.simulator.run import check_run
@@ -93,7 +93,7 @@ def run_paired(
         if progress is not None:
             progress(done / asked)
 
-    runs = Runs(jobs, share)
+    runs = RunCache(jobs, share)
     runs.summaries([config for own in seeds.values() for config in own])  # all side by side
     return PairedRuns({name: tuple(runs.summaries(own)) for name, own in seeds.items()})
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import PairedDifference, PairedRuns, headline_of, run_paired
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, Headline
 from eldr_sim.simulator.results import Written

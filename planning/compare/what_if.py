@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config import run_config
@@ -170,7 +170,7 @@ def what_if(
     wanted = list(changes)
     if together and len(changes) > 1:
         wanted.append(" ".join(changes))
-    values = base.said("json")
+    values = base.explicit_fields("json")
     configs = {name: run_config.make_config(change_fields(values, name)) for name in wanted}
     for name, config in configs.items():
         if config == base:
@@ -204,7 +204,7 @@ def vary(
         raise InputError("vary", f"{', '.join(names)}: one value", "two values or more")
     if len(set(names)) < len(names):
         raise InputError("vary", "a value is given twice", "each value once")
-    base = run_config.make_config(change_fields(config.said("json"), names[0]))
+    base = run_config.make_config(change_fields(config.explicit_fields("json"), names[0]))
     found = what_if(base, names[1:], n_seeds=n_seeds, jobs=jobs, progress=progress)
     return replace(found, base_name=names[0])
 

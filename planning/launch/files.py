@@ -13,7 +13,7 @@ import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.launch.deployment import REPLACE, Deployment, Role, deployment_of
-from eldr_sim.planning.launch.engines import SGLANG, VLLM, script, trtllm_files, vllm_arguments
+from eldr_sim.planning.launch.engine_files import SGLANG, VLLM, script, trtllm_files, vllm_arguments
 from eldr_sim.planning.runs.runner import config_key
 from eldr_sim.planning.search.answer import Answer
 from eldr_sim.simulator.results import result_folder

@@ -12,7 +12,7 @@ from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kinds import AnyPath
 from eldr_sim.planning.launch.deployment import REPLACE
-from eldr_sim.planning.launch.engines import VLLM_BACKENDS
+from eldr_sim.planning.launch.engine_files import VLLM_BACKENDS
 from eldr_sim.simulator.setup.config.launch import with_launch
 from eldr_sim.simulator.setup.config.pools import Pool
 

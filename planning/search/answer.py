@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
 from eldr_sim.planning.search.day_workers import workers_by_period
@@ -22,7 +22,7 @@ from eldr_sim.planning.slo import Interval, Objective, Verdict, is_below
 from eldr_sim.simulator.outcome.catalogue import Headline, label, number
 from eldr_sim.simulator.outcome.error_band import one_line, relative
 from eldr_sim.simulator.outcome.metrics import warnings_of
-from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
+from eldr_sim.simulator.outcome.unused_options import NO_TOKEN
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
@@ -175,7 +175,7 @@ class Answer(Written):
     question: Question  #: what was asked
     #: The best cluster of each candidate, the best first; of ``split``, every split simulated.
     rows: tuple[Row, ...]
-    runs: Runs  #: all simulated runs
+    runs: RunCache  #: all simulated runs
     #: Margin of the cheapest cluster; None without one, and of other questions.
     margin: Margin | None = None
     gains: tuple[Gain, ...] = ()  #: what policies gain on the first one
@@ -390,7 +390,7 @@ def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
             yield reference, row
 
 
-def points_table(runs: Runs, axes: Axes) -> pa.Table:
+def points_table(runs: RunCache, axes: Axes) -> pa.Table:
     """Return every run of a plan, a row each, in an order independent of the processes: its
     cluster's fields as in ``plan.json``, its window and seed, attainment, and the metrics."""
     rows = [

@@ -52,7 +52,7 @@ class Axes:
             if len({str(value) for value in given}) < len(given):
                 raise InputError(name, f"{', '.join(map(str, given))} names one twice")
         for combination in product(*axes.values()):
-            fields = config.said("python")
+            fields = config.explicit_fields("python")
             for name, value in zip(axes, combination, strict=True):
                 if name == DRAFTS:
                     name, value = "speculative_config", _cut(config, value)

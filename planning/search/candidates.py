@@ -12,8 +12,8 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.bounds import Bounds, bounds
+from eldr_sim.planning.search.monotone_search import SearchSpace
 from eldr_sim.planning.search.prefill_strategy import chunk_label, prefill_label
-from eldr_sim.planning.search.search import SearchSpace
 from eldr_sim.planning.search.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse

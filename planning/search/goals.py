@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.answer import Answer
+from eldr_sim.planning.search.autoscaler_plan import cheapest_fleet
 from eldr_sim.planning.search.axes import Space
-from eldr_sim.planning.search.day import cheapest_fleet
 from eldr_sim.planning.search.knobs import gains_of_choices
 from eldr_sim.planning.search.plan import cheapest_cluster
 from eldr_sim.planning.search.prefill import fastest_prompts
@@ -54,11 +54,11 @@ class CheapestFleet:
 Goal: TypeAlias = Cheapest | HighestRate | Fastest | CheapestFleet
 
 
-def find(space: Space, goal: Goal, runs: Runs | None = None) -> Answer:
+def find(space: Space, goal: Goal, runs: RunCache | None = None) -> Answer:
     """Find what a goal looks for among the clusters of a space; raises InputError.
 
     ``runs``: processes, progress, and the journal of an interrupted search."""
-    runs = Runs() if runs is None else runs
+    runs = RunCache() if runs is None else runs
     match goal:
         case Cheapest(objective, why_not, sensitivity):
             return cheapest_cluster(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.planning.runs.shared_runs import Runs, Search
+from eldr_sim.planning.runs.run_cache import RunCache, Search
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
 from eldr_sim.planning.search.axes import Axes, Space, value_of
 from eldr_sim.planning.search.candidates import ClusterTemplate
@@ -22,14 +22,14 @@ SEEDS = 3
 Fits = Callable[[ClusterTemplate], bool]
 
 
-def gains_of_choices(space: Space, objective: Objective, n_gpus: int, runs: Runs) -> Answer:
+def gains_of_choices(space: Space, objective: Objective, n_gpus: int, runs: RunCache) -> Answer:
     """Find the best use of up to so many GPUs, and what each choice adds to it. Arguments and
     errors as of `split.best_use`.
 
     Rows: the base, the best of each choice alone, of all together, and of all but each, with the
     rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed."""
     own = splits_of(space, objective, n_gpus)
-    runs.tell()
+    runs.report_start()
     rows = runs.ended(_rows(own))
     gains = tuple(
         Gain(row.gpu, row.policy, BASE, row.by_seed, rows[0].by_seed, percent)

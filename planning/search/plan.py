@@ -9,7 +9,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.runs.run_cache import RunCache, Search, side_by_side
 from eldr_sim.planning.search.answer import (
     Answer,
     Gain,
@@ -31,10 +31,10 @@ from eldr_sim.planning.search.candidates import (
     make_candidate,
     shape_label,
 )
+from eldr_sim.planning.search.monotone_search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.prefill import by_speed, prefill_candidates
-from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, raced
+from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, race_candidates
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
-from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search_size
 from eldr_sim.planning.search.shapes import usual_engines
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
@@ -76,7 +76,7 @@ class CandidateRow(Row):
 def cheapest_cluster(
     space: Space,
     objective: Objective,
-    runs: Runs,
+    runs: RunCache,
     *,
     why_not: Sequence[str] = (),
     sensitivity: bool = False,
@@ -106,22 +106,22 @@ def cheapest_cluster(
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
-    runs.tell()
+    runs.report_start()
     clusters = [named(each) for each in why_not]
     candidates = _candidates(configs, space, objective)
     sized = (template for candidate in candidates for template in candidate.templates)
     rate = next((template.bounds.rate for template in sized), math.nan)
     check_requests(config, rate)
     runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
-    beaten: list[CandidateRow] = []
+    dominated: list[CandidateRow] = []
     if config.cluster.generates and len(candidates) > MOST_CANDIDATES:
-        candidates, beaten = runs.ended(_race(candidates, objective, rate))
+        candidates, dominated = runs.ended(_race(candidates, objective, rate))
     if config.cluster.generates:
         results = runs.ended(_search_all(candidates, objective))
     else:
         results = runs.together([_search_sizes(each, objective) for each in candidates])
     runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
-    ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
+    ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + dominated
     margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
     reasons = runs.together([why(each, config, ranked, objective, max_gpus) for each in clusters])
     found: list[Effect] = []
@@ -177,19 +177,20 @@ def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
 def _race(
     candidates: Sequence[Candidate], objective: Objective, rate: float
 ) -> Search[tuple[list[Candidate], list[CandidateRow]]]:
-    """Return the candidates whose likely cheapest shape carries most, and the others (`raced`)."""
+    """Return the candidates whose likely cheapest shape carries most, and the others: see
+    `race_candidates`."""
     able = [(t for t in each.templates if not t.bounds.impossible) for each in candidates]
     likely = [template for each in able if (template := next(each, None)) is not None]
     runners = [Contender(template, *template.estimate, likely=rate) for template in likely]
-    kept, others = yield from raced(candidates, runners, objective, rate / 4.0)
-    beaten = []
+    kept, others = yield from race_candidates(candidates, runners, objective, rate / 4.0)
+    dominated = []
     for each, runner in others:
         row = CandidateRow(each.gpu, each.policy, without="beaten", reasons=[*each.reasons])
         if runner is not None:
             name = runner.template.at(runner.x, runner.y).cluster.topology
             row.reasons.insert(0, f"{name} carries about {runner.likely:.3g}/s in short runs")
-        beaten.append(row)
-    return kept, beaten
+        dominated.append(row)
+    return kept, dominated
 
 
 def _candidates(

@@ -11,8 +11,8 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
+from eldr_sim.planning.runs.run_cache import RunCache, Search
 from eldr_sim.planning.runs.runner import with_seed
-from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.bounds import Bounds, Load, bounds
@@ -240,7 +240,7 @@ def _refusal(config: RunConfig, longest: int) -> str:
     return "" if longest <= room else f"{what} of {room} tokens holds no prompt of {longest}"
 
 
-def fastest_prompts(space: Space, seeds: int, runs: Runs) -> Answer:
+def fastest_prompts(space: Space, seeds: int, runs: RunCache) -> Answer:
     """Find how prefill workers alone compute ``num_requests`` prompts at once at the least cost.
 
     Every strategy on every GPU and worker size is run with each token budget, on as many workers as

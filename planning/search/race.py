@@ -2,7 +2,7 @@
 
 All see the same requests in a round, which finds the highest rate of each roughly; the better half
 goes on, and whoever may be as good as its last. Short windows favour clusters in which requests
-wait little, so what is within ``SLACK`` goes on, too. The last round, `decided`, has several
+wait little, so what is within ``SLACK`` goes on, too. The last round, `decide_winners`, has several
 seeds."""
 
 import math
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eldr_sim.planning.runs.shared_runs import Search, side_by_side
+from eldr_sim.planning.runs.run_cache import Search, side_by_side
 from eldr_sim.planning.search.candidates import Candidate, ClusterTemplate
+from eldr_sim.planning.search.monotone_search import RateRange, highest_rate
 from eldr_sim.planning.search.rates import FROM_ESTIMATE, NEAR, TOLERANCE, at_rate, carried
-from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.trial import SHORTEST, attains, shortened
 from eldr_sim.planning.slo import Objective, is_below, t_interval
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-#: Candidates that are searched whole; of more the best by short runs, `raced`.
+#: Candidates that are searched whole; of more the best by short runs, `race_candidates`.
 MOST_CANDIDATES = 8
 ROUGH = 0.1  #: to which a round finds rates, relative
 SLACK = 0.1  #: by which a short window may err, relative
@@ -55,7 +55,7 @@ class Contender:
         return at_rate(self.template.at(self.x, self.y), rate)
 
 
-def halved(
+def run_halving_round(
     contenders: Sequence[Contender], objective: Objective, low: float, keep: int
 ) -> Search[list[Contender]]:
     """Return at least ``keep`` contenders with the most requests a second and cost, by rounds of
@@ -73,26 +73,29 @@ def halved(
     return left
 
 
-def raced(
+def race_candidates(
     candidates: Sequence[Candidate], runners: Sequence[Contender], objective: Objective, low: float
 ) -> Search[tuple[list[Candidate], list[tuple[Candidate, Contender | None]]]]:
     """Return the candidates whose likely best cluster (``runners``) is among the best, the first of
     a plan too, as all are compared with it, and the others with it. ``low``: lowest rate that
     matters."""
-    ahead = {each.key for each in (yield from halved(runners, objective, low, MOST_CANDIDATES))}
+    ahead = {
+        each.key
+        for each in (yield from run_halving_round(runners, objective, low, MOST_CANDIDATES))
+    }
     kept: list[Candidate] = []
-    beaten: list[tuple[Candidate, Contender | None]] = []
+    dominated: list[tuple[Candidate, Contender | None]] = []
     for each in candidates:
         own = set(map(id, each.templates))
         runner = next((r for r in runners if id(r.template) in own), None)
         if runner is None or (runner.key not in ahead and each is not candidates[0]):
-            beaten.append((each, runner))
+            dominated.append((each, runner))
         else:
             kept.append(each)
-    return kept, beaten
+    return kept, dominated
 
 
-def decided(
+def decide_winners(
     tried: Sequence[Contender], objective: Objective, low: float
 ) -> Search[dict[tuple[int, int, int], Rates]]:
     """Find the highest rates of the best contenders under more seeds, by `Contender.key`: the first

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.runs.run_cache import RunCache, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
-from eldr_sim.planning.search.search import RateRange, highest_rate
+from eldr_sim.planning.search.monotone_search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import LEAST_REQUESTS, attains, found_by_seed
 from eldr_sim.planning.slo import Objective, paired_percent, t_interval
@@ -22,7 +22,7 @@ NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of a
 FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 
 
-def highest_rates(space: Space, objective: Objective, runs: Runs) -> Answer:
+def highest_rates(space: Space, objective: Objective, runs: RunCache) -> Answer:
     """Find the highest rate that a cluster carries within its objective, by bisection to 1%,
     further seeds from the rate of the first; the mean over ``objective.seeds`` has Student's t
     interval. Raises InputError if a value is not valid, or contradicts another. The rate of
@@ -31,7 +31,7 @@ def highest_rates(space: Space, objective: Objective, runs: Runs) -> Answer:
     config = asked.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, wanted, space.prices, given=True)
     low = lowest_rate(config)
-    runs.tell()
+    runs.report_start()
     starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
     impossible = [bounds(start, objective).impossible for start in starts]
     possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
@@ -118,7 +118,7 @@ def carried(
     high: float = math.inf,
     factor: float = FROM_ESTIMATE,
     at_once: int = 1,
-    beaten: Callable[[float], bool] = lambda rate: False,
+    is_dominated: Callable[[float], bool] = lambda rate: False,
 ) -> Search[RateRange | None]:
     """Find the highest rate of a cluster under one seed, from its own; see `highest_rate`."""
     assert config.requests.request_rate is not None
@@ -128,7 +128,7 @@ def carried(
 
     return highest_rate(
         config.requests.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high,
-        at_once=at_once, beaten=beaten,
+        at_once=at_once, is_dominated=is_dominated,
     )  # fmt: skip
 
 
@@ -161,12 +161,12 @@ def carried_row(
     by_seed: Sequence[float | None],
     reason: str,
     *,
-    beaten: bool = False,
+    is_dominated: bool = False,
 ) -> Search[Row]:
     """Return the highest rate of a cluster; where a seed has none, or others carry more, why."""
     known = [rate for rate in by_seed if rate is not None]
-    if beaten or not known or len(known) < len(by_seed):
-        without = "beaten" if beaten else "none"
+    if is_dominated or not known or len(known) < len(by_seed):
+        without = "beaten" if is_dominated else "none"
         return Row(gpu_label(config), label, None, None, tuple(by_seed), without, [reason], config)
     best = at_rate(config, known[0])
     trial = found_by_seed(best, (yield [best]))

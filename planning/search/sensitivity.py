@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from eldr_sim.planning.runs.shared_runs import Search, side_by_side
+from eldr_sim.planning.runs.run_cache import Search, side_by_side
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate, cost
-from eldr_sim.planning.search.search import SearchState, cheapest, fewest
+from eldr_sim.planning.search.monotone_search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.trial import Trial, try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS

@@ -17,9 +17,9 @@ from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
-from eldr_sim.simulator.run import mean_work_of
+from eldr_sim.simulator.run import expected_step_of
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
-from eldr_sim.simulator.setup.mean_work import activated, expert_shares
+from eldr_sim.simulator.setup.expected_step import activated, expert_shares
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
@@ -127,7 +127,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
         prompt_s = prefill.prompt_s(length)
     else:
         engines = prefill.parallelism.data_parallel_size
-        prompt_s = mean_work_of(config, prepared, 0).prompt_s(length) / engines
+        prompt_s = expected_step_of(config, prepared, 0).prompt_s(length) / engines
     tokens = 1.0 if decode.speculation is None else decode.speculation.tokens_per_plain_step
     bound_s = math.inf if objective.level.tpot is None else objective.level.tpot / 1e3 * _BELOW
     context = prompt + output / 2
@@ -139,7 +139,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
         )
     else:
         each = _batches(largest)
-        work = mean_work_of(config, prepared, -1)
+        work = expected_step_of(config, prepared, -1)
         step_s = np.array([work.decode_s(n, context) for n in each.tolist()])
         batch = each.astype(float) * decode.parallelism.data_parallel_size
     step_s = step_s / tokens

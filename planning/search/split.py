@@ -6,7 +6,7 @@ from itertools import count
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.runs.run_cache import RunCache, Search, side_by_side
 from eldr_sim.planning.search import race
 from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.axes import Axes, Space
@@ -18,8 +18,8 @@ from eldr_sim.planning.search.candidates import (
     clusters_to_plan,
     make_candidate,
 )
+from eldr_sim.planning.search.monotone_search import highest_rate
 from eldr_sim.planning.search.rates import TOLERANCE, carried_row, fastest_first, lowest_rate
-from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -30,12 +30,12 @@ ESTIMATED, _MOST = 1.3, 32
 _RUNS_OF_RATE = 8
 
 
-def best_use(space: Space, objective: Objective, n_gpus: int, runs: Runs) -> Answer:
+def best_use(space: Space, objective: Objective, n_gpus: int, runs: RunCache) -> Answer:
     """Find the clusters of up to ``n_gpus`` GPUs that carry the highest rates within an objective.
     Raises InputError if a value is not valid, or no shape fits. Rate and topology of
     ``space.config`` are ignored."""
     own, asked = splits_of(space, objective, n_gpus), space.config
-    runs.tell()
+    runs.report_start()
     candidates = own.candidates(own.space.wanted)
     if not any(candidate.templates for candidate in candidates):
         raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
@@ -85,11 +85,11 @@ def best_splits(
     """Find the splits of up to so many GPUs that carry the highest rates, the best first; of more
     candidates than `race.MOST_CANDIDATES` those that are among the best in short runs. ``label``:
     names the candidate of a cluster; ``low``: lowest rate that matters."""
-    groups, beaten = [_likely(each.templates, n_gpus) for each in candidates], list[Row]()
+    groups, dominated = [_likely(each.templates, n_gpus) for each in candidates], list[Row]()
     if len(candidates) > race.MOST_CANDIDATES:
         runners = [each[0] for each in groups if each]
         guessed = {id(each): each.likely for each in runners}
-        _, others = yield from race.raced(candidates, runners, objective, low)
+        _, others = yield from race.race_candidates(candidates, runners, objective, low)
         out = {id(each) for _, each in others}
         left = [each for each in groups if each and id(each[0]) not in out]
         for each in left:  # what the first carried says how far the estimate of the others is off
@@ -97,11 +97,11 @@ def best_splits(
                 split.likely *= each[0].likely / guessed[id(each[0])]
         groups = [[split for each in left for split in each[: _MOST // len(left)]]]
         searches = [_beaten(each, label) for _, each in others if each is not None]
-        beaten = yield from side_by_side(searches)
+        dominated = yield from side_by_side(searches)
     found = yield from side_by_side(
         [_fastest(group, label, objective, n_gpus, low) for group in groups]
     )
-    return fastest_first([row for each in found for row in each] + beaten)
+    return fastest_first([row for each in found for row in each] + dominated)
 
 
 def _likely(templates: Sequence[ClusterTemplate], n_gpus: int) -> list[race.Contender]:
@@ -126,10 +126,11 @@ def _fastest(
 ) -> Search[list[Row]]:
     """Find the best of splits, and of those beside it.
 
-    They race in short runs (`race.halved`); the first are simulated under one seed, those that two
-    others beat only until that is known; the best under more (`race.decided`)."""
+    They race in short runs (`race.run_halving_round`); the first are simulated under one seed,
+    those that two others beat only until that is known; the best under more
+    (`race.decide_winners`)."""
     tried: list[race.Contender] = []
-    new, best = (yield from race.halved(runners, objective, low, _TRIED // 2)), None
+    new, best = (yield from race.run_halving_round(runners, objective, low, _TRIED // 2)), None
     while new:
         tried += new
         yield from side_by_side([_race(split, tried, objective, low) for split in new])
@@ -141,7 +142,7 @@ def _fastest(
             if abs(x - best.x) == 1
         ]
         new = [split for split in beside if split.key not in known]
-    rates = yield from race.decided(tried, objective, low)
+    rates = yield from race.decide_winners(tried, objective, low)
     result = []
     for split in tried:
         result.append((yield from _row(split, label, rates.get(split.key), low)))
@@ -154,7 +155,7 @@ def _fastest(
 def _beaten(split: race.Contender, label: Callable[[RunConfig], str]) -> Search[Row]:
     """Return what is known of a split from short runs."""
     config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
-    return carried_row(config, label(config), (), why, beaten=True)
+    return carried_row(config, label(config), (), why, is_dominated=True)
 
 
 def _split(
@@ -177,11 +178,12 @@ def _race(
             split.good = max(split.good, rate)
         return fine
 
-    def beaten(rate: float) -> bool:
+    def is_dominated(rate: float) -> bool:
         return sum(other.good >= rate for other in against if other is not split) > 1
 
     found = yield from highest_rate(
-        max(low, split.likely), low, meets, factor=split.step, tolerance=TOLERANCE, beaten=beaten,
+        max(low, split.likely), low, meets,
+        factor=split.step, tolerance=TOLERANCE, is_dominated=is_dominated,
     )  # fmt: skip
     split.bad = low if found is None else found.bad
 
@@ -198,7 +200,7 @@ def _row(
         why = f"{low:.3g} req/s is too much"
         return (yield from carried_row(config, name, rates, why))
     reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
-    return (yield from carried_row(config, name, (), reason, beaten=True))
+    return (yield from carried_row(config, name, (), reason, is_dominated=True))
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eldr_sim.planning.runs.run_cache import Search, Summary
 from eldr_sim.planning.runs.runner import with_seed
-from eldr_sim.planning.runs.shared_runs import Search, Summary
 from eldr_sim.planning.slo import Interval, Objective, Verdict, block_interval, mean_known
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Search
+from eldr_sim.planning.runs.run_cache import Search
 from eldr_sim.planning.search.answer import Row
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import cost
@@ -62,7 +62,7 @@ def why(
     ``fields``: see `named`, the best one's where they do not say; ``rows``: the answer, the best
     first."""
     best = rows[0]
-    values = (config if best.trial is None else best.trial.config).said("python")
+    values = (config if best.trial is None else best.trial.config).explicit_fields("python")
     price = values["decode"]["price_per_gpu_hour"]
     if values["prefill"]["price_per_gpu_hour"] is None:  # the best are co-located workers
         fields = {**fields, "prefill.price_per_gpu_hour": price}

@@ -15,7 +15,7 @@ from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.planning.runs.journal import Journal
-from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
+from eldr_sim.planning.runs.run_cache import RunCache, Search, Summary
 from eldr_sim.planning.slo import Interval, paired_percent
 from eldr_sim.simulator.setup.config.run_config import make_config
 
@@ -105,7 +105,7 @@ class Runner:
         self, base: dict[str, Any], jobs: int | None = None, progress: Progress = no_progress
     ) -> None:
         self.base = base
-        self._runs = Runs(jobs, lambda done, asked: progress(done / asked))
+        self._runs = RunCache(jobs, lambda done, asked: progress(done / asked))
 
     def keep(self, journal: Journal | None) -> None:
         """Keep the runs that end in a journal, and take those that it has."""

@@ -46,7 +46,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_sim.charts import bars, lines
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text, within
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import t_interval
 from eldr_sim.planning.studies.expressions import evaluate, fields, parse, text
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, figure_of

@@ -207,7 +207,7 @@ class EldrPolicy(RouterPolicy):
         return self._rule(self._band(similar.tolist())).pick(workers)
 
 
-class _Books(NamedTuple):
+class _State(NamedTuple):
     """What the compiled decisions work on."""
 
     served: Served
@@ -228,7 +228,7 @@ class _Compiled:
         self._policy, self._online = policy, online
         own = workers.loads, workers.healthy, np.full(n_kinds, -1), np.zeros(1, np.int64)
         ties = policy.parameters.ties == "similar"
-        self.books = _Books(online.served, *own, policy.parameters.tau, ties)
+        self.books = _State(online.served, *own, policy.parameters.tau, ties)
         self.choose, self.forget = _choose, None
 
     def prepare(self, kinds: Sequence[int], requests: Sequence[RequestInfo], now_s: float) -> None:
@@ -249,7 +249,7 @@ class _Compiled:
 
 
 @njit()
-def _choose(books: _Books, kind: int, _tokens: int, now_s: float) -> int:
+def _choose(books: _State, kind: int, _tokens: int, now_s: float) -> int:
     """Return the worker that `EldrPolicy.select` does."""
     served, loads, healthy = books.served, books.loads, books.healthy
     turn, n, row = least_loaded(loads, healthy, books.turn[0]), served.n[0], books.row_of[kind]

@@ -31,12 +31,12 @@ class Placement:
         """Return the placement of one instance of every expert, from its rank, [layers, E]."""
         return cls(np.broadcast_to(np.arange(ranks.shape[-1]), ranks.shape), ranks, n_ranks)
 
-    def held(self, n_experts: int) -> Bools:
+    def has_expert(self, n_experts: int) -> Bools:
         """Return which rank holds an instance of which expert, [layers, ranks, experts]."""
-        held = np.zeros((len(self.expert), self.n_ranks, n_experts), np.bool_)
+        on_rank = np.zeros((len(self.expert), self.n_ranks, n_experts), np.bool_)
         layer, slot = np.nonzero(self.expert != EMPTY)
-        held[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
-        return held
+        on_rank[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
+        return on_rank
 
     def with_rank_offset(self, n: int) -> "Placement":
         """Return the placement on the ranks behind ``n`` others, which hold nothing."""

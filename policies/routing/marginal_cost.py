@@ -29,8 +29,8 @@ from eldr_sim.policies.compiled import HOLD, UNPREPARED, CompiledDecisions
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import (
-    Asked,
     ExpertUnions,
+    Query,
     compared,
     enter,
     growth,
@@ -53,7 +53,7 @@ _REMEMBERED = 1024
 _AT_ONCE = 64
 
 
-class _Books(NamedTuple):
+class _State(NamedTuple):
     """What is on each of K workers, for the compiled decision."""
 
     #: Of `ExpertUnions`.
@@ -78,7 +78,7 @@ class Greedy:
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
         self.step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
-        self.books = _Books(
+        self.books = _State(
             self._unions.log_idle,
             self._unions.idle,
             self._unions.activated,
@@ -105,7 +105,7 @@ class Greedy:
         second power."""
         tokens, beside = seconds or (0.0, self._nothing)
         own = workers.loads, workers.healthy, self._next, self.dearer
-        asked = Asked(*own, request.prompt_len, *usage)
+        asked = Query(*own, request.prompt_len, *usage)
         worker: int = place(self.step_times, self.books, asked, tokens, beside)
         if worker < 0:
             return None
@@ -270,7 +270,7 @@ class _Decisions(NamedTuple):
     """What the compiled decisions work on, S signatures among them."""
 
     step_times: StepCost
-    own: _Books
+    own: _State
     loads: Ints
     healthy: Bools
     first: Ints  #: ``[1]``: the worker that is preferred among equals
@@ -346,7 +346,7 @@ def _choose(books: _Decisions, kind: int, tokens: int, _now_s: float) -> int:
     if slot < 0:
         return UNPREPARED
     seen = books.loads, books.healthy, first, books.even, tokens
-    asked = Asked(*seen, books.activation[slot], books.log[slot])
+    asked = Query(*seen, books.activation[slot], books.log[slot])
     worker = place(books.step_times, books.own, asked, 0.0, books.even)
     if worker < 0:
         return HOLD
@@ -395,7 +395,7 @@ def expected_step_s(
 
 
 @njit()
-def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside: Any) -> int:
+def place(step_times: StepCost, books: Any, asked: Query, tokens: float, beside: Any) -> int:
     """Return the worker whose cost a request lets grow least, and enter it in the books; -1 where
     none is healthy. ``tokens``, ``beside``: 0: the cost is ``b t^2``; else it is ``tokens * b t``,
     s, and what each worker's requests cost beside, s, shape [K]."""

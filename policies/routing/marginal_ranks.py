@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s, moe_layers_s, rank_moe_s
 from eldr_sim.policies.base import RequestInfo, Workers
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.routing.unions import Asked, ExpertUnions, compared, shift
+from eldr_sim.policies.routing.unions import ExpertUnions, Query, compared, shift
 
 
 class Shares(NamedTuple):
@@ -113,7 +113,7 @@ class GreedyOnRanks:
             self._books.waiting[:] = workers.waiting_tokens
             self._reported_s = workers.signals_s
         own = workers.loads, workers.healthy, self._next, self.dearer
-        asked = Asked(*own, request.prompt_len, *usage)
+        asked = Query(*own, request.prompt_len, *usage)
         worker: int = place_on_ranks(self._step_times, self._moe, self._shares, self._books, asked)
         if worker < 0:
             return None
@@ -231,7 +231,7 @@ def busiest_moe_s(
 
 @njit()
 def place_on_ranks(
-    step_times: StepCost, moe: Any, shares: Shares, books: RankBooks, asked: Asked
+    step_times: StepCost, moe: Any, shares: Shares, books: RankBooks, asked: Query
 ) -> int:
     """Return the worker whose group's cost a request lets grow least, and enter it in the
     ``books``; -1 where no worker is healthy. ``moe``: of a rank where workers share experts;

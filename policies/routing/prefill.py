@@ -9,7 +9,7 @@ from pydantic import Field
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
-from eldr_sim.policies.rule import Kept, Rule
+from eldr_sim.policies.rule import Rule, StickyRule
 
 _MASK64 = (1 << 64) - 1
 
@@ -46,10 +46,10 @@ class PrefixHashPolicy(RouterPolicy):
         weights = [_mix64((key ^ salt) & _MASK64) for salt in self._salts]
         return weights.index(max(weights))
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | Kept]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | StickyRule]:
         """Return the prefix's worker, unless overloaded; else, and without hashes, all workers."""
         return [
-            Kept(self.home(key), self._everyone, self.load_factor)
+            StickyRule(self.home(key), self._everyone, self.load_factor)
             if (key := prefix_key(request, self.prefix_blocks)) is not None
             else self._everyone
             for request in requests
@@ -107,13 +107,14 @@ class HashRingPolicy(RouterPolicy):
         # Keys may be small numbers, as the points' are before they are scrambled.
         return self._workers[bisect(self._positions, _mix64(~key & _MASK64)) % len(self._workers)]
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Kept]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[StickyRule]:
         """Return the key's worker, unless it is overloaded."""
         keys = [prefix_key(request, self.prefix_blocks) for request in requests]
-        return [
-            Kept(self.home(r.request_id if key is None else key), self._everyone, self._load_factor)
-            for r, key in zip(requests, keys, strict=True)
+        homes = [
+            self.home(request.request_id if key is None else key)
+            for request, key in zip(requests, keys, strict=True)
         ]
+        return [StickyRule(home, self._everyone, self._load_factor) for home in homes]
 
 
 def _mix64(value: int) -> int:

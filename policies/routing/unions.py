@@ -24,7 +24,7 @@ def on_grid(activation: Array) -> Floats:
     return np.asarray(whole / _PROBABILITY_GRID)
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """A request that is to be placed on one of K workers."""
 
     loads: Ints  #: ``[K]``: requests in flight

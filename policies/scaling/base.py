@@ -108,13 +108,13 @@ class Autoscaler(Policy):
     ways: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: PolicyContext, parameters: ScalingParameters | None = None) -> None:
-        self.told = parameters if parameters is not None else type(self).Parameters()
+        self.parameters = parameters if parameters is not None else type(self).Parameters()
         self.facts = context.require_scaling(self)
 
     @property
     def interval_s(self) -> float:
         """Seconds from one look to the next; infinite: only the beginning counts."""
-        return float(getattr(self.told, "interval", 15.0))
+        return float(getattr(self.parameters, "interval", 15.0))
 
     def begin(self) -> Mapping[str, int]:
         """Return the workers that pools have at time 0; as configured where a pool is missing."""

@@ -28,7 +28,7 @@ class VariantAutoscaler(base.Autoscaler):
     """A rule for pools that have workers, and their way to none and back."""
 
     Parameters = VariantParameters
-    told: VariantParameters
+    parameters: VariantParameters
 
     def __init__(self, context: PolicyContext, parameters: VariantParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -44,7 +44,7 @@ class VariantAutoscaler(base.Autoscaler):
             self._busy_s[pool.name] = fleet.now_s
             if not pool.workers:
                 return 1
-        if pool.minimum == 0 and fleet.now_s - self._busy_s[pool.name] >= self.told.idle:
+        if pool.minimum == 0 and fleet.now_s - self._busy_s[pool.name] >= self.parameters.idle:
             return 0
         return self._wish(pool, fleet) if pool.ready else None
 
@@ -70,14 +70,14 @@ class LlmdSaturation(VariantAutoscaler):
 
     name = "llmd_saturation"
     Parameters = SaturationParameters
-    told: SaturationParameters
+    parameters: SaturationParameters
     aims, factors = ("spare_kv",), (0.5, 1.0, 2.0, 4.0, 6.0)
 
     def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         return None if pool.starting else pool.workers + self._step(pool)
 
     def _step(self, pool: base.PoolView) -> int:
-        own, n = self.told, pool.ready
+        own, n = self.parameters, pool.ready
         free = (pool.kv_usage <= own.kv) & (pool.waiting <= own.queue)
         if not free.any():
             return 1
@@ -115,7 +115,7 @@ class LlmdTokens(VariantAutoscaler):
 
     name = "llmd_tokens"
     Parameters = TokensParameters
-    told: TokensParameters
+    parameters: TokensParameters
     aims, factors = ("more", "less"), (1.15, 1.0, 0.8, 0.6, 0.4)
 
     def __init__(self, context: PolicyContext, parameters: TokensParameters | None = None) -> None:
@@ -123,7 +123,7 @@ class LlmdTokens(VariantAutoscaler):
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_AVERAGED))
 
     def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
-        own, facts, seen = self.told, self.facts.of(pool.name), self._seen[pool.name]
+        own, facts, seen = self.parameters, self.facts.of(pool.name), self._seen[pool.name]
         demand = float(pool.running_tokens.sum() + pool.waiting_tokens.sum())
         most = own.kv * facts.kv_tokens * facts.engines
         full = (pool.waiting >= own.queue) & (pool.running_tokens > 0)
@@ -164,7 +164,7 @@ class LlmdLatency(VariantAutoscaler):
 
     name = "llmd_latency"
     Parameters = LatencyParameters
-    told: LatencyParameters
+    parameters: LatencyParameters
     aims, factors = ("ttft", "itl"), base.OF_TIMES
 
     def __init__(self, context: PolicyContext, parameters: LatencyParameters | None = None) -> None:
@@ -189,11 +189,12 @@ class LlmdLatency(VariantAutoscaler):
         steps = np.array([facts.step_s(int(n), prompt + output / 2.0) for n in batches])
         prompts = np.asarray(batches * prompt_s, np.float64)
         leaves = batches / (prompts + output * steps)
+        most_ttft_s, most_itl_s = self.parameters.ttft / 1e3, self.parameters.itl / 1e3
         low, high = 0.0, float(leaves.max())
         for _ in range(30):
             rate = (low + high) / 2.0
             ttft, itl = queue_latency(rate, leaves, prompts, steps)
-            kept = ttft <= self.told.ttft / 1e3 and (not output or itl <= self.told.itl / 1e3)
+            kept = ttft <= most_ttft_s and (not output or itl <= most_itl_s)
             low, high = (rate, high) if kept else (low, rate)
         return facts.engines * max(low, float(leaves.max()) / 100.0)
 

@@ -30,7 +30,7 @@ class Fixed(base.Autoscaler):
 
     name = "none"
     Parameters = FixedParameters
-    told: FixedParameters
+    parameters: FixedParameters
 
     @property
     def interval_s(self) -> float:
@@ -39,7 +39,7 @@ class Fixed(base.Autoscaler):
 
     def begin(self) -> Mapping[str, int]:
         """Return ``n`` for each pool."""
-        return per_pool("autoscale.n", self.told.n, [pool.name for pool in self.facts.pools])
+        return per_pool("autoscale.n", self.parameters.n, [pool.name for pool in self.facts.pools])
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
         """Change nothing."""
@@ -107,7 +107,7 @@ class HorizontalPodAutoscaler(base.Autoscaler):
 
     name = "hpa"
     Parameters = HpaParameters
-    told: HpaParameters
+    parameters: HpaParameters
     aims, factors = ("target",), (4.0, 2.0, 1.0, 0.5, 0.25)
 
     def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
@@ -119,7 +119,7 @@ class HorizontalPodAutoscaler(base.Autoscaler):
         return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: base.PoolView, now_s: float) -> int:
-        own, n = self.told, pool.workers
+        own, n = self.parameters, pool.workers
         load = total(pool, own.metric) / own.target
         wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, base.whole_workers(load))
         self._wishes.note(pool, now_s, wish)
@@ -147,7 +147,7 @@ class Keda(base.Autoscaler):
 
     name = "keda"
     Parameters = KedaParameters
-    told: KedaParameters
+    parameters: KedaParameters
     aims, factors = ("running",), (4.0, 2.0, 1.0, 0.5, 0.25)
 
     def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
@@ -161,13 +161,13 @@ class Keda(base.Autoscaler):
             queue, running = total(pool, "waiting"), total(pool, "running")
             wish = max(
                 1,
-                base.whole_workers(queue / self.told.queue),
-                base.whole_workers(running / self.told.running),
+                base.whole_workers(queue / self.parameters.queue),
+                base.whole_workers(running / self.parameters.running),
             )
             if wish > pool.workers:
                 wish = max(wish - pool.starting, pool.workers)
             self._wishes.note(pool, fleet.now_s, wish)
-            steady = self._wishes.largest(pool, fleet.now_s - self.told.down_s)
+            steady = self._wishes.largest(pool, fleet.now_s - self.parameters.down_s)
             targets.append(base.Target(pool.name, max(wish, min(steady, pool.workers))))
         return targets
 
@@ -195,7 +195,7 @@ class Knative(base.Autoscaler):
 
     name = "knative"
     Parameters = KnativeParameters
-    told: KnativeParameters
+    parameters: KnativeParameters
     aims, factors = ("target",), (2.0, 1.0, 0.5, 0.25, 0.1)
 
     def __init__(self, context: PolicyContext, parameters: KnativeParameters | None = None) -> None:
@@ -213,7 +213,7 @@ class Knative(base.Autoscaler):
         return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: base.PoolView, now_s: float) -> int:
-        own, seen = self.told, self._seen[pool.name]
+        own, seen = self.parameters, self._seen[pool.name]
         seen.append((now_s, pool.in_flight))
         while seen[0][0] <= now_s - own.window:
             seen.popleft()

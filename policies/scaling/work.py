@@ -42,7 +42,7 @@ class DynamoLoad(base.Autoscaler):
 
     name = "dynamo_load"
     Parameters = LoadParameters
-    told: LoadParameters
+    parameters: LoadParameters
     aims, factors = ("ttft", "itl"), base.OF_TIMES
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
@@ -54,7 +54,7 @@ class DynamoLoad(base.Autoscaler):
         ]
 
     def _step(self, pool: base.PoolView, facts: base.PoolFacts) -> int:
-        own, n = self.told, pool.ready
+        own, n = self.parameters, pool.ready
         ttft, itl = own.ttft / 1e3, own.itl / 1e3
         prompt = pool.prompt_tokens
         rest = n / (n - 1) if n > 1 else 1.0
@@ -99,12 +99,14 @@ class DynamoThroughput(base.Autoscaler):
 
     name = "dynamo_throughput"
     Parameters = ThroughputParameters
-    told: ThroughputParameters
+    parameters: ThroughputParameters
     aims, factors = ("itl",), (1.0, 0.8, 0.6, 0.45, 0.35)
 
     def __init__(self, context: PolicyContext, parameters: ThroughputParameters | None = None):
         super().__init__(context, parameters)
-        self._forecast: dict[str, Forecast] = defaultdict(lambda: Forecast(self.told.forecast))
+        self._forecast: dict[str, Forecast] = defaultdict(
+            lambda: Forecast(self.parameters.forecast)
+        )
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the workers that the next interval needs, where something is known of it."""
@@ -116,7 +118,7 @@ class DynamoThroughput(base.Autoscaler):
                     pool.prompt_tokens,
                     pool.output_tokens,
                     pool.cached_tokens,
-                    self.told.itl / 1e3,
+                    self.parameters.itl / 1e3,
                     False,
                 )
                 targets.append(base.Target(pool.name, max(1, base.whole_workers(rate * work))))
@@ -218,7 +220,7 @@ class Timetable(base.Autoscaler):
 
     name = "timetable"
     Parameters = TimetableParameters
-    told: TimetableParameters
+    parameters: TimetableParameters
     aims, ways = ("utilisation",), ("switch",)
     factors: ClassVar[tuple[float, ...]] = (1.2, 1.1, 1.0, 0.85, 0.7, 0.55)
 
@@ -233,7 +235,7 @@ class Timetable(base.Autoscaler):
         now = fleet.now_s
         due = {f.name: now + f.start_up_s + fleet.interval_s for f in self.facts.pools}
         wishes = {f.name: self._needed(f, now, due[f.name]) for f in self.facts.pools}
-        if not self.told.switch:
+        if not self.parameters.switch:
             return [base.Target(name, wish) for name, wish in wishes.items()]
         for pool in fleet.pools:  # it waits for those that others still need until the line begins
             at, facts = due[pool.name], self.facts.of(pool.name)
@@ -252,12 +254,12 @@ class Timetable(base.Autoscaler):
 
     def _needed(self, facts: base.PoolFacts, begin: float, end: float) -> int:
         """Return the largest number of the periods from one time to another, s."""
-        period = self.told.period
+        period = self.parameters.period
         lines = range(int(begin // period), int(end // period) + 1)
         return max(self._line(facts, line * period) for line in lines)
 
     def _line(self, facts: base.PoolFacts, begin: float) -> int:
-        own = self.told
+        own = self.parameters
         coming = self.facts.known(begin, begin + own.period)
         if not coming.requests:
             return 1
@@ -322,7 +324,7 @@ class Seconds(base.Autoscaler):
 
     name = "seconds"
     Parameters = SecondsParameters
-    told: SecondsParameters
+    parameters: SecondsParameters
     aims, factors, ways = ("ttft",), base.OF_TIMES, ("switch", "spend")
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
@@ -339,12 +341,12 @@ class Seconds(base.Autoscaler):
             facts, wish = self.facts.of(pool.name), self._wish(pool, fleet)
             least[pool.name] = self._fewer(pool, fleet.now_s, wish, 2.0 * facts.switch_s)
             wishes[pool.name] = self._fewer(pool, fleet.now_s, wish, facts.start_up_s)
-        if self.told.switch:
+        if self.parameters.switch:
             return base.with_switches(fleet, wishes, self.facts, least)
         return [base.Target(name, wish) for name, wish in wishes.items()]
 
     def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
-        own, facts = self.told, self.facts.of(pool.name)
+        own, facts = self.parameters, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
         trend = self._trends[pool.name]
         rate = trend.next(pool.arrived, fleet.interval_s, horizon)
@@ -386,7 +388,7 @@ class Seconds(base.Autoscaler):
         that serves the rate there is: what is foreseen is no reason to have all requests take
         longer."""
         work = {
-            n: own.work_s(*mean, itl_s=self.told.itl / 1e3)
+            n: own.work_s(*mean, itl_s=self.parameters.itl / 1e3)
             for n, own in facts.widths.items()
             if n <= wish
         }
@@ -402,7 +404,7 @@ class Seconds(base.Autoscaler):
             return n if wish is None else wish
         for fewer in range(wish, n):
             pauses_s = n * (facts.pause_s(n, fewer) + facts.pause_s(fewer, n))
-            hold_s = max(self.told.hold, back_s + pauses_s / (n - fewer))
+            hold_s = max(self.parameters.hold, back_s + pauses_s / (n - fewer))
             if self._wishes.largest(pool, now_s - hold_s) <= fewer:
                 return fewer
         return n
@@ -413,7 +415,7 @@ class Seconds(base.Autoscaler):
         known = self._mean.get(pool.name)
         if any(map(math.isnan, seen)):
             return known
-        weight = 1.0 - math.exp(-interval_s / self.told.memory)
+        weight = 1.0 - math.exp(-interval_s / self.parameters.memory)
         if known is not None:
             prompt, output, cached = (
                 old + weight * (new - old) for old, new in zip(known, seen, strict=True)

@@ -49,7 +49,7 @@ def config_of(state: Mapping[str, Any], base: RunConfig, most: int | None = None
     """Return the run of a state; what it leaves out is the base's. Its window is short, unless
     ``more`` says otherwise: a point takes a fraction of a second. Raises InputError: names the
     field that is wrong; paths are allowed where the base has the same. ``most``: requests."""
-    values = base.said("json")
+    values = base.explicit_fields("json")
     for name in FIELDS:
         text = str(state.get(name) or "").strip()
         if name == "kv_tier" and text:
@@ -85,7 +85,7 @@ def _check_size(config: RunConfig, most: int | None) -> None:
 def _check_texts(values: Any, base: RunConfig) -> None:
     """Raise InputError for a text that may be a path and is none of the base's, and for values
     that JSON does not have, which may become texts."""
-    known = set(_texts(base.model_dump(mode="json"))) | set(_texts(base.said("json")))
+    known = set(_texts(base.model_dump(mode="json"))) | set(_texts(base.explicit_fields("json")))
     names = {name.lower() for name in known_names()}
     for text in set(_texts(values)) - known:
         if not text.isprintable():

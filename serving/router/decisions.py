@@ -32,7 +32,7 @@ class NoEngine(Exception):
 
 
 class Router:
-    """Sends requests to engines and counts those in flight, as `cluster.Cluster` does.
+    """Sends requests to engines and counts those in flight, as `cluster.CompiledCluster` does.
 
     ``prefixes``: what the engines' caches hold, for a policy that reads it. ``workers``: what the
     policy sees: ``loads`` from `dispatch` to `complete`, ``healthy`` as of `set_health`, the rest

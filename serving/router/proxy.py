@@ -51,9 +51,9 @@ def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> No
     returns. Raises InputError: a policy of no use here, an address taken."""
     proxy = _Proxy(config, None, announce)
     http.allow_files()
-    listening = http.listen(config.host, config.port)
-    said = f"Routing at {http.url_of(listening)}"
-    site = http.Site(proxy.app(), listening, proxy.intake, said)
+    listener = http.listen(config.host, config.port)
+    said = f"Routing at {http.url_of(listener)}"
+    site = http.Site(proxy.app(), listener, proxy.intake, said)
     say, idle_s = silent_if_broken(announce), config.request_timeout_s
     asyncio.run(http.serve_sites([site], say, grace_s=config.grace_period_s, idle_s=idle_s))
 

@@ -102,14 +102,14 @@ class Admin:
 
 
 @asynccontextmanager
-async def serving(admin: Admin, listening: Any) -> AsyncIterator[None]:
+async def serving(admin: Admin, listener: Any) -> AsyncIterator[None]:
     """Serve while the block runs."""
     from aiohttp import web
 
     runner = web.AppRunner(admin.app(), access_log=None)
     await runner.setup()
     try:
-        await web.SockSite(runner, listening).start()
+        await web.SockSite(runner, listener).start()
         yield
     finally:
         await runner.cleanup()

@@ -159,7 +159,7 @@ class Core:
         arrays = self.cluster.cluster.arrays.engines
         for worker in range(len(arrays.workers)):
             forget_blocks(arrays.kv, worker)
-        self.cluster.cluster.asking.hear()
+        self.cluster.cluster.policy_calls.hear()
 
     def set_speed(self, speed: float) -> None:
         """Let simulated time pass at another speed from now on."""
@@ -220,7 +220,7 @@ class Core:
             stream, at = self.open.pop(number), float(record["finish_s"])
             at = at if at >= 0.0 else float(self.simulation.env.now)
             self._loop.call_at(self._wall(at), self._end, stream, int(record["outcome"]), at)
-        self.cluster.cluster.asking.hear()
+        self.cluster.cluster.policy_calls.hear()
 
     def _wall(self, at_s: float) -> float:
         return self._start + at_s / self.speed

@@ -353,14 +353,14 @@ async def _serve(
     beside: Callable[[], Any] | None,
 ) -> None:
     sites, loop = [], asyncio.get_running_loop()
-    for app, service, listening in zip(apps, services, sockets, strict=False):
+    for app, service, listener in zip(apps, services, sockets, strict=False):
         cluster = service.core.config.cluster.topology
         if service.role is not None:
             cluster = f"a {service.role} worker"
         if len(apps) < len(services):
             cluster = f"{len(services)} workers"
-        said = f"Serving {service.model}, {cluster}, at {http.url_of(listening)}"
-        sites.append(http.Site(app, listening, service.intake, said))
+        said = f"Serving {service.model}, {cluster}, at {http.url_of(listener)}"
+        sites.append(http.Site(app, listener, service.intake, said))
     for service in services:
         service.core.failure = loop.create_future()
     failures = [service.core.failure for service in services if service.core.failure is not None]

@@ -25,7 +25,7 @@ from eldr_sim.simulator.plane.steps.group_step import move_group_end
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 
 _OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END, state.LOADED
 _OF_ENGINES = state.BOUNDARY, state.STEP_START
@@ -66,7 +66,7 @@ def _scale(world: Any, w: int, share: float) -> None:
 class Actions:
     """What processes do to a run; made when it begins. ``plan``: what routers do about deaths."""
 
-    def __init__(self, plan: FaultPlan, cluster: Cluster) -> None:
+    def __init__(self, plan: FaultPlan, cluster: CompiledCluster) -> None:
         self.plan, self.cluster, self.env = plan, cluster, cluster.env
         self.clock, engines = cluster.arrays.clock, cluster.arrays.engines
         self.workers, self.pools, self.pool_of = engines.workers, engines.pools, engines.pool_of
@@ -164,7 +164,7 @@ class Actions:
         """Let a worker lose all it has."""
         cluster = self.cluster
         self.make_room()
-        cluster.asking.hear(at_once=True)
+        cluster.policy_calls.hear(at_once=True)
         self._move_end(engines, np.inf)
         for request in [request for w in engines for request in self._done(w)]:
             self._complete(request)
@@ -273,14 +273,16 @@ class Actions:
         self.workers[w] = self._blank[w]
         worker["slowdown"], worker["next_start"] = slowdown, np.inf
         worker["begun_tokens"] = worker["computed_tokens"] = begun
-        if self.cluster.asking.reports is not None:  # the engine notes all blocks that it loses
-            self.cluster.asking.reports.collect()
+        if (
+            self.cluster.policy_calls.reports is not None
+        ):  # the engine notes all blocks that it loses
+            self.cluster.policy_calls.reports.collect()
         forget_blocks(self.cluster.arrays.engines.kv, w)
         self._forget(_OF_ENGINES, (w,))
 
     def _tell_lost_work(self, engines: range) -> None:
         """Let a router that counts tokens know that a worker has none to compute."""
-        reports = self.cluster.asking.reports
+        reports = self.cluster.policy_calls.reports
         if reports is not None and self.pools["reports"][self.pool_of[engines[0]]]:
             reports.tell(at_once=True)
             for w in engines:

@@ -7,7 +7,7 @@ import numpy as np
 
 from eldr_sim.arrays import Floats, Int32s, Records
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.control.tier_arrays import make_tiers, prompt_table
 from eldr_sim.simulator.plane import loop, state
 from eldr_sim.simulator.plane.front_end import most_at_once
@@ -56,7 +56,7 @@ def with_joins(sessions: Sessions, joins: Int32s | None) -> Sessions:
     )
 
 
-def make_requests(inputs: Inputs, workload: Workload) -> Records:
+def make_requests(inputs: RunInputs, workload: Workload) -> Records:
     """Return the requests of a workload before they arrive: ``REQUEST [requests]``."""
     spec, replay, window = inputs.spec, inputs.replay, inputs.window
     requests = np.zeros(len(workload), state.REQUEST)
@@ -103,7 +103,7 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
 
 
 def make_run(
-    inputs: Inputs, requests: Records, routers: Sequence[PolicyRouter], decide: int
+    inputs: RunInputs, requests: Records, routers: Sequence[PolicyRouter], decide: int
 ) -> loop.Run:
     """Return all that the loop works on; ``decide`` is the address of who is asked."""
     spec, workload, n_workers = inputs.spec, inputs.workload, inputs.spec.n_workers
@@ -166,14 +166,14 @@ def make_run(
             sessions=sessions,
             prompt_s=prompt_table(spec, longest),
         ),
-        routers=of_all([router.arrays for router in routers]),
+        routers=padded([router.arrays for router in routers]),
         net=make_network(n_requests, link_rates(spec)),
         reported=np.zeros((n_requests * len(routers), 2), np.int32),
         bits=inputs.replay.bits,
         masks=masks,
         prompts=no_prompts() if inputs.prompts is None else inputs.prompts,
-        costs=of_all([engine.step_time.cost for engine in engines]),
-        drafts=of_all([make_drafts(engine) for engine in engines]),
+        costs=padded([engine.step_time.cost for engine in engines]),
+        drafts=padded([make_drafts(engine) for engine in engines]),
         scratch=make_scratch(
             n_workers,
             most_seqs,
@@ -254,7 +254,7 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     return pools
 
 
-def _make_settings(inputs: Inputs, routers: Sequence[PolicyRouter], decide: int) -> Records:
+def _make_settings(inputs: RunInputs, routers: Sequence[PolicyRouter], decide: int) -> Records:
     """Return the constants of a run: ``SETTINGS [1]``."""
     spec, settings = inputs.spec, np.zeros(1, state.SETTINGS)
     _fill(settings, spec)
@@ -293,12 +293,12 @@ def link_rates(spec: ClusterSpec) -> Floats:
     return np.concatenate([np.repeat(each, [n for _, n in own]) for each in rates])
 
 
-def of_all(items: Sequence[_T]) -> tuple[_T, ...]:
+def padded(items: Sequence[_T]) -> tuple[_T, ...]:
     """Return what each pool or router has, for as many as there may be."""
     return (*items, *(items[0] for _ in range(state.MAX_POOLS - len(items))))
 
 
-def make_groups(inputs: Inputs, arrays: loop.Run) -> group_state.Groups | None:
+def make_groups(inputs: RunInputs, arrays: loop.Run) -> group_state.Groups | None:
     """Return what engines share; None where none do."""
     engines = [pool.engine for pool in inputs.spec.pools]
     groups = [engine.group for engine in engines if engine.group is not None]
@@ -320,7 +320,7 @@ def make_groups(inputs: Inputs, arrays: loop.Run) -> group_state.Groups | None:
     batches = max(group.micro_batches if group.ffn_ranks else 0 for group in groups)
     places = arrays.engines.sequences.shape[1]
     return group_state.Groups(
-        of_all([group_state.make_costs(e.group or group_state.no_group()) for e in engines]),
+        padded([group_state.make_costs(e.group or group_state.no_group()) for e in engines]),
         shared,
         group_state.make_group_scratch(
             n_layers, width, ranks, n_experts, instances, nodes, n_workers

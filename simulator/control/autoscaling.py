@@ -15,8 +15,8 @@ from eldr_sim.arrays import Array, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.policies.scaling import base
 from eldr_sim.simulator.control.actions import Actions
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.control import Control, Worker
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
+from eldr_sim.simulator.control.control_api import Control, Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
@@ -123,7 +123,7 @@ class Autoscaling:
         rule: ScalingRule,
     ) -> None:
         self.control, self.policy, self.rule = control, policy, rule
-        self._cluster: Cluster = control.cluster
+        self._cluster: CompiledCluster = control.cluster
         self._env = control.cluster.env
         self._facts = {pool.name: pool for pool in facts.pools}
         self._gpus = {pool.name: pool.gpus for pool in facts.pools}

@@ -8,16 +8,16 @@ import numpy as np
 
 from eldr_sim.arrays import with_more
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.arrays import make_requests, of_all
+from eldr_sim.simulator.control.arrays import make_requests, padded
 from eldr_sim.simulator.control.sent_prefixes import kept
 from eldr_sim.simulator.plane.front_end import make_front_end
 from eldr_sim.simulator.plane.kv.kv_cache import make_kv_cache
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 
 
-def grow(cluster: Cluster) -> None:
+def grow(cluster: CompiledCluster) -> None:
     """Have room for twice as many requests: the workload's again, prefixes of their own."""
     workload = cluster.workload.repeated(2)
     if cluster.sent is not None:
@@ -46,8 +46,8 @@ def grow(cluster: Cluster) -> None:
         tiers=tiers, listed=listed, first_listed=fresh.first_listed,
         prefix_hash=workload.prefix_hash, prefix_indptr=workload.prefix_indptr,
     )  # fmt: skip
-    if cluster.asking.reports is not None:
-        cluster.asking.reports.kv = kv
+    if cluster.policy_calls.reports is not None:
+        cluster.policy_calls.reports.kv = kv
     prompts = arrays.prompts
     if prompts.prefix_block_tokens:
         prompts = prompts._replace(
@@ -63,7 +63,7 @@ def grow(cluster: Cluster) -> None:
             kv=kv,
             sessions=engines.sessions._replace(order=with_more(engines.sessions.order, new - old)),
         ),
-        routers=of_all([router.arrays for router in cluster.routers]),
+        routers=padded([router.arrays for router in cluster.routers]),
         net=arrays.net._replace(
             flows=with_more(arrays.net.flows, new - old), done=with_more(arrays.net.done, new - old)
         ),
@@ -78,7 +78,7 @@ def grow(cluster: Cluster) -> None:
 
 
 def set_lengths(
-    cluster: Cluster, request: int, prompt_len: int | None, output_len: int | None
+    cluster: CompiledCluster, request: int, prompt_len: int | None, output_len: int | None
 ) -> None:
     """Give a request that has not arrived other lengths. Raises InputError if one is below 1, or
     the workload's prefixes or the queue order hang on it."""

@@ -14,7 +14,7 @@ from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.groups import ExpertsConfig, ScalingConfig
-from eldr_sim.simulator.setup.engine_of import least_engines
+from eldr_sim.simulator.setup.engine_specs import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
@@ -98,7 +98,7 @@ def _policy_of(
     return placement_policy(word, context)
 
 
-class Placed(NamedTuple):
+class GroupPlacement(NamedTuple):
     """The experts of one group, and who placed them."""
 
     policy: PlacementPolicy
@@ -114,7 +114,7 @@ def place_pool(
     calibration: Callable[[], CalibrationSet],
     width: int | None = None,
     word: str | None = None,
-) -> list[Placed]:
+) -> list[GroupPlacement]:
     """Return where the experts of each group of a pool lie.
 
     ``width``: engines of its only group, whose ranks hold as many instances; None: all; ``word``:
@@ -138,7 +138,7 @@ def place_pool(
         ExpertGroup(members, layers, n_experts, ranks, n_redundant, n_nodes)
         for members in (range(first, first + size) for first in range(0, n, size))
     )
-    placed = [Placed(policy, group, policy.place(group)) for group in groups]
+    placed = [GroupPlacement(policy, group, policy.place(group)) for group in groups]
     if engine.group is None or engine.parallelism.expert_parallel:
         return placed
     # Each of the ranks has a part of every expert: what one computes all do, and the first counts.

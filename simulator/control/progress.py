@@ -13,7 +13,7 @@ from eldr_sim.errors import StalledError
 from eldr_sim.simulator.plane import state
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 
 #: Events in a row in which no request arrives, is sent or ends and no step begins.
 PATIENCE = 1 << 22
@@ -27,7 +27,7 @@ class Progress:
         self._seen: tuple[int, ...] = ()
         self._since_s, self._n_events = 0.0, 0
 
-    def check(self, cluster: Cluster, n_events: int, until: float) -> None:
+    def check(self, cluster: CompiledCluster, n_events: int, until: float) -> None:
         """Raise StalledError where nothing has got further for `PATIENCE` events. ``n_events``: how
         many have happened at most since the last call; ``until``: when the run ends anyway, s; then
         only a time that does not pass is a fault."""
@@ -48,12 +48,12 @@ class Progress:
             )
 
 
-def _open(cluster: Cluster) -> int:
+def _open(cluster: CompiledCluster) -> int:
     arrived = cluster.arrays.engines.sessions.order[: int(cluster.arrays.clock["arrived"][0])]
     return int((cluster.requests["outcome"][arrived] == state.OPEN).sum())
 
 
-def left_open(cluster: Cluster) -> str:
+def left_open(cluster: CompiledCluster) -> str:
     """Say what time it is, how many requests are open, and where they are."""
     clock, workers = cluster.arrays.clock[0], cluster.arrays.engines.workers
     held = sum(int(router.arrays.record["n"][0]) for router in cluster.routers)

@@ -102,7 +102,7 @@ def expert_links(gpu: GPU, expert_bytes: int, n_ranks: int, gpus_per_node: int) 
 def expert_moves(before: Placement, after: Placement, n_experts: int, gpus_per_node: int) -> Ints:
     """Return how many experts each rank sends to each other, ``[layers, from, to]``: to those that
     have one afterwards and no instance before, once."""
-    had, has = before.held(n_experts), after.held(n_experts)
+    had, has = before.has_expert(n_experts), after.has_expert(n_experts)
     layer, to, expert = np.nonzero(has & ~had)
     node = np.arange(before.n_ranks) // gpus_per_node
     holds = had[layer, :, expert]
@@ -291,7 +291,7 @@ class Relocations:
         now = group.placement
         fits = placement.n_ranks == now.n_ranks and placement.expert.shape == now.expert.shape
         if fits:
-            held = placement.held(self.n_experts)
+            held = placement.has_expert(self.n_experts)
             fits = bool(held.any(axis=1).all() and held.sum(axis=2).max() <= group.slots)
         if not fits:
             raise ValueError(f"placement policy {group.policy.name!r}: no placement of its group")

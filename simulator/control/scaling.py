@@ -11,12 +11,12 @@ from eldr_sim.policies.registry import autoscaler, begins_as_configured
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule, check_budget
-from eldr_sim.simulator.control.control import Control
+from eldr_sim.simulator.control.control_api import Control
 from eldr_sim.simulator.control.elastic import ElasticGroup
 from eldr_sim.simulator.setup.cluster_spec import PoolSpec
 from eldr_sim.simulator.setup.config.groups import FaultConfig, ScalingConfig
 from eldr_sim.simulator.setup.config.pools import WorkerPool
-from eldr_sim.simulator.setup.mean_work import MeanWork, scaling_facts
+from eldr_sim.simulator.setup.expected_step import ExpectedStep, scaling_facts
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
@@ -77,9 +77,9 @@ def autoscale(
     Autoscaling(control, policy, facts, rule)
 
 
-def mean_work(
+def expected_step(
     prepared: PreparedRun, seed: int, calibration: Callable[[], CalibrationSet], pool: int
-) -> MeanWork:
+) -> ExpectedStep:
     """Return the mean work of a pool's groups, with linear placement in place of ELDR's fit."""
     spec, trace = prepared.spec.pools[pool], prepared.trace
     assert trace is not None, "dense models share no experts"
@@ -87,7 +87,7 @@ def mean_work(
         placed = placing.place_pool(prepared, seed, spec.name, None, calibration)
     except InputError:
         placed = placing.place_pool(prepared, seed, spec.name, None, calibration, word="linear")
-    return MeanWork(spec.engine, placed[0].placement, trace, pool == 0)
+    return ExpectedStep(spec.engine, placed[0].placement, trace, pool == 0)
 
 
 def _works(
@@ -96,7 +96,7 @@ def _works(
     calibration: Callable[[], CalibrationSet],
     pool: PoolSpec,
     elastic: ElasticGroup | None,
-) -> Mapping[int, Callable[[], MeanWork]]:
+) -> Mapping[int, Callable[[], ExpectedStep]]:
     """Return a pool's mean work by its number of engines; {} without groups."""
     engine, trace = pool.engine, prepared.trace
     if engine.group is None:
@@ -104,11 +104,13 @@ def _works(
     width = engine.parallelism.data_parallel_size
     if elastic is None:
         number = prepared.spec.names.index(pool.name)
-        return {width: cache(partial(mean_work, prepared, seed, calibration, number))}
+        return {width: cache(partial(expected_step, prepared, seed, calibration, number))}
     assert trace is not None, "dense models share no experts"
-    found: dict[int, Callable[[], MeanWork]] = {}
+    found: dict[int, Callable[[], ExpectedStep]] = {}
     for width, shape in elastic.shapes.items():
         layout = replace(engine.parallelism, data_parallel_size=width)
         narrow = replace(engine, parallelism=layout, group=shape.cost)
-        found[width] = cache(partial(MeanWork, narrow, shape.placement, trace, elastic.pool == 0))
+        found[width] = cache(
+            partial(ExpectedStep, narrow, shape.placement, trace, elastic.pool == 0)
+        )
     return found

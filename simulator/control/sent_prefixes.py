@@ -12,7 +12,7 @@ from eldr_sim.simulator.plane.router import grown
 from eldr_sim.traces.workload import Workload
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 
 #: Blocks that there is room for before the first request.
 _ROOM = 1024
@@ -38,7 +38,7 @@ class SentPrefixes:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._texts: list[int] = []  # whose rows of the trace a block's tokens replay
 
-    def add(self, cluster: Cluster, request: int, prefix: Sequence[Hashable]) -> None:
+    def add(self, cluster: CompiledCluster, request: int, prefix: Sequence[Hashable]) -> None:
         """Note the whole blocks of the request that is sent next, of prompt and answer."""
         size = cluster.workload.prefix_block_tokens
         tokens = cluster.workload.prompt_len[request] + cluster.workload.output_len[request] - 1
@@ -69,7 +69,7 @@ def kept(workload: Workload, repeated: Workload) -> Workload:
     )
 
 
-def _make_room(cluster: Cluster) -> None:
+def _make_room(cluster: CompiledCluster) -> None:
     """Have room for twice as many blocks."""
     arrays, workload = cluster.arrays, cluster.workload
     workload = replace(
@@ -79,8 +79,8 @@ def _make_room(cluster: Cluster) -> None:
     more = np.zeros((2, len(workload.prefix_hash)), kv.listed.dtype)
     more[:, : kv.listed.shape[1]] = kv.listed
     kv = kv._replace(prefix_hash=workload.prefix_hash, listed=more)
-    if cluster.asking.reports is not None:
-        cluster.asking.reports.kv = kv
+    if cluster.policy_calls.reports is not None:
+        cluster.policy_calls.reports.kv = kv
     prompts = arrays.prompts
     if prompts.prefix_block_tokens:
         prompts = prompts._replace(prefix_trace_request=workload.prefix_text)

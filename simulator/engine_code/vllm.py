@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.engine_code.vllm_config import (
     load_vllm,
     make_scheduler,
@@ -505,7 +505,7 @@ def vllm_version() -> str:
     return str(load_vllm().version)
 
 
-def vllm_workers(inputs: Inputs) -> Mapping[str, type[Worker]]:
+def vllm_workers(inputs: RunInputs) -> Mapping[str, type[Worker]]:
     """Return the class of each pool's workers whose scheduler is vLLM's.
 
     Raises InputError where vLLM is not installed, and for what it is not given here."""

@@ -24,8 +24,8 @@ from eldr_sim.simulator.outcome.load_warnings import load_warnings
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, peak_concurrency, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
 from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures, tier_figures
+from eldr_sim.simulator.outcome.unused_options import unused_options
 from eldr_sim.simulator.outcome.window_steps import added, steps_within
-from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -537,6 +537,6 @@ def summary_of(
         "latency_notes": _transfer_notes(prepared, record) if config.cluster.hands_over else [],
         "prompt_experts": experts,
         "trace": _trace(config, prepared, workload, copies),
-        "without_effect": without_effect(config, prepared, workload, record),
+        "without_effect": unused_options(config, prepared, workload, record),
         "trace_warnings": warned,
     }

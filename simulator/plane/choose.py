@@ -92,7 +92,7 @@ def _decided(clock: Any, engines: Engines, router: Router, request: int, reporte
 
 @compiled()
 def _keeps(router: Router, home: int, factor: float) -> Any:
-    """Whether a worker keeps a request, as `Kept.pick` has it."""
+    """Whether a worker keeps a request, as `StickyRule.pick` has it."""
     if not router.healthy[home]:
         return False
     own, total = router.record[0], np.int64(1)

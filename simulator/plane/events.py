@@ -97,7 +97,7 @@ def leave(clock: Any, engines: Any, what: int, request: int) -> None:
 
 
 @compiled()
-def hasten(clock: Any, events: Any, session: Any, s: int) -> None:
+def reschedule_earlier(clock: Any, events: Any, session: Any, s: int) -> None:
     """Let what is to arrive of session ``s``, -1: of all, do so sooner, the first of it now."""
     n, first = np.int64(clock[0].n_events), np.inf
     for i in range(n):

@@ -66,7 +66,7 @@ WAKE, TELL = np.int64(-3), np.int64(-4)
 _NOTHING = np.int64(-1)  # the event of a wake
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
-UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
+UNTIL, ENDED, PAUSED, LOG_FULL, ARRAYS_REPLACED, FAILED = map(np.int64, range(6))
 
 
 class Run(NamedTuple):
@@ -398,7 +398,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
     interval, front_end = settings.signal_interval_s, settings.front_end
     answer = drain(clock, events, engines, routers, run.net, run.reported)
     if answer:
-        return OTHERS if answer == RETURN else FAILED
+        return ARRAYS_REPLACED if answer == RETURN else FAILED
     if front_end:
         _enter(clock, events, engines, world.front)
     while clock[0].open_measured > 0:
@@ -407,7 +407,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
         if not min(due, clock[0].guest_s) < until:
             return UNTIL
         if not wakes and _is_full(world, events[0]):
-            return FULL
+            return LOG_FULL
         if n_events == 0:
             return PAUSED
         n_events -= 1
@@ -416,7 +416,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
             clock[0].now = clock[0].guest_s
             answer = ask(settings.decide, WAKE, subject)
             if answer:
-                return OTHERS if answer == RETURN else FAILED
+                return ARRAYS_REPLACED if answer == RETURN else FAILED
         else:
             if interval > 0.0 and not clock[0].publish_due:  # while anything may change
                 clock[0].publish_due = True
@@ -460,7 +460,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
             on_tokenized(clock, events, engines, world.front, subject)
         answer = drain(clock, events, engines, routers, run.net, run.reported)
         if answer:
-            return OTHERS if answer == RETURN else FAILED
+            return ARRAYS_REPLACED if answer == RETURN else FAILED
         if front_end:
             _enter(clock, events, engines, world.front)
     return ENDED

@@ -16,7 +16,7 @@ from eldr_sim.policies.base import (
     gives_rules,
 )
 from eldr_sim.policies.compiled import CompiledDecisions
-from eldr_sim.policies.rule import COLUMNS, Kept, Rule
+from eldr_sim.policies.rule import COLUMNS, Rule, StickyRule
 from eldr_sim.references import Reference
 from eldr_sim.simulator.plane import choose, state
 from eldr_sim.simulator.plane.compiled import decision_address
@@ -168,10 +168,10 @@ class PolicyRouter:
         unknown = self.arrays.rule_of[self.arrays.class_of[ahead]] < 0
         return [request, *ahead[unknown & (ahead != self._first[own])].tolist()]
 
-    def learn(self, request: int, rule: Rule | Kept) -> None:
+    def learn(self, request: int, rule: Rule | StickyRule) -> None:
         """Note the rule of a request's class."""
         home, factor = -1, 0.0
-        if isinstance(rule, Kept):
+        if isinstance(rule, StickyRule):
             self.check(rule.worker)
             home, factor, rule = self.own[rule.worker], rule.factor, rule.rule
         number, arrays = self._number(rule), self.arrays

@@ -12,7 +12,7 @@ import numpy as np
 
 from eldr_sim.arrays import Floats, Int32s, Ints, Records
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.events import hasten, schedule
+from eldr_sim.simulator.plane.events import reschedule_earlier, schedule
 from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
 from eldr_sim.traces.workload import Workload
 
@@ -179,4 +179,4 @@ def _pass_idle_time(clock: Any, events: Any, sessions: Any, s: int) -> None:
     else:
         idle = sessions.busy[s] == 0 and now == sessions.idle_s[s] + SESSION_IDLE_S
     if idle:
-        hasten(clock, events, sessions.session, s)
+        reschedule_earlier(clock, events, sessions.session, s)

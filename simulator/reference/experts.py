@@ -6,14 +6,14 @@ prompt of the trace; what a trace lacks is filled as `setup.replay` says."""
 import numpy as np
 
 from eldr_sim.arrays import Ints, Words
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.reference.requests import Request
 
 
 class Experts:
     """The bit sets of a run's tokens, ``uint64 [tokens, layers * words]``, and their counts."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: RunInputs) -> None:
         self.bits, self._prompts = inputs.replay.bits, inputs.prompts
         self.period, self._text = inputs.replay.period, inputs.workload.text
         self.n_layers = inputs.spec.decode.step_time.n_moe_layers

@@ -23,7 +23,7 @@ from eldr_sim.simulator.reference.worker import Worker
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 
 class Faults:

@@ -12,7 +12,7 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.reference.requests import Request
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 #: A prompt that is to be tokenised, and how long that takes, s.
 Job = tuple[Request, float]

@@ -14,7 +14,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.simulator.reference.requests import Request
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 #: A link: whether it is the one out of a worker, and the worker.
 Link = tuple[bool, int]

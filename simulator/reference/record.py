@@ -14,7 +14,7 @@ from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.reference.requests import Request
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 
 def record_of(cluster: ReferenceCluster, end_s: float) -> RunRecord:

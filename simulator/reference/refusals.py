@@ -3,11 +3,11 @@
 from collections.abc import Container
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.inputs import Inputs
-from eldr_sim.simulator.setup.config.engines import EngineRules
+from eldr_sim.simulator.control.run_inputs import RunInputs
+from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 
 
-def refuse(inputs: Inputs, chosen: Container[str]) -> None:
+def refuse(inputs: RunInputs, chosen: Container[str]) -> None:
     """Raise InputError for what only the compiled plane runs. ``chosen``: pools whose workers are a
     user's, which may know of layers that stream."""
     spec, workload = inputs.spec, inputs.workload

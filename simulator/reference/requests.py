@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.run_inputs import RunInputs
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class Sequence:
         return self.cached == self.context
 
 
-def make_requests(inputs: Inputs) -> list[Request]:
+def make_requests(inputs: RunInputs) -> list[Request]:
     """Return the requests of a workload, none of which has arrived."""
     spec, workload, replay = inputs.spec, inputs.workload, inputs.replay
     tokens = workload.prompt_len.astype(np.int64) + workload.output_len
@@ -122,7 +122,7 @@ def make_requests(inputs: Inputs) -> list[Request]:
     return made
 
 
-def _block_keys(inputs: Inputs, i: int) -> list[Any]:
+def _block_keys(inputs: RunInputs, i: int) -> list[Any]:
     """Return what stands for the tokens of each full KV block and all before them: its number, and
     the hash of the prompt's block that its last token lies in (vLLM: ``hash_block_tokens``)."""
     workload, size = inputs.workload, inputs.spec.block_size

@@ -16,7 +16,7 @@ from eldr_sim.simulator.reference.requests import Request
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 
 class Router:

@@ -23,7 +23,7 @@ from eldr_sim.simulator.reference.scheduler import Scheduler
 from eldr_sim.simulator.setup.cluster_spec import PoolSpec
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.reference.cluster import ReferenceCluster
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 #: Sequences that decode, and that compute a part of their context.
 Batch = tuple[list[Sequence], list[Sequence]]

@@ -20,7 +20,7 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional
-from eldr_sim.simulator.setup.config.engines import EngineRules
+from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 from eldr_sim.simulator.setup.config.groups import EngineConfig, KVTierConfig
 from eldr_sim.simulator.setup.config.pools import Engine, OwnPool
 from eldr_sim.simulator.setup.kv_tiers import Tier

@@ -1,7 +1,7 @@
 """What goes wrong in a run: workers that die, hang, slow down, drain or join, and slower links.
 
-A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a configuration,
-`fault_processes` lets it happen."""
+A `FaultPlan` is an input of `CompiledCluster`; `fault_spellings` makes it from a configuration,
+`fault_processes` carries it out."""
 
 import math
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.simulator.setup.config.engines import before
+from eldr_sim.simulator.setup.config.engine_rules import before
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -99,14 +99,14 @@ def state_blocks(shard: ModelDims, block_size: int) -> int:
     return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))
 
 
-class Beside(NamedTuple):
+class OtherMemory(NamedTuple):
     """What a GPU holds beside weights and KV cache."""
 
     held_bytes: int = 0  #: on top of what the engine reserves
     token_bytes: int = 0  #: of each token, beside the KV cache of the model
 
 
-NO_MORE = Beside()
+NO_MORE = OtherMemory()
 
 
 def kv_blocks(
@@ -118,7 +118,7 @@ def kv_blocks(
     instances: int | None = None,
     engine: Engine = "vllm",
     windows: WindowBlocks = NO_WINDOWS,
-    more: Beside = NO_MORE,
+    more: OtherMemory = NO_MORE,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker, as
     vLLM sizes its cache (``vllm/v1/worker/gpu_worker.py``, ``determine_available_memory``).
@@ -187,10 +187,10 @@ def pool_blocks(
         instances = 0
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
-    more = Beside(activation_bytes)
+    more = OtherMemory(activation_bytes)
     if speculation is not None:
         draft = speculation.draft
-        more = Beside(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
+        more = OtherMemory(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
     return kv_blocks(
         model, gpu, share, settings.block_size, parallelism, instances, engine, windows, more
     )

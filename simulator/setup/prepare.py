@@ -17,13 +17,13 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
-from eldr_sim.simulator.setup.config.engines import OPTIONS, version_fields
+from eldr_sim.simulator.setup.config.engine_rules import OPTIONS, version_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
 from eldr_sim.simulator.setup.config.pools import pools_of
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
-from eldr_sim.simulator.setup.engine_of import engine_of
+from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
 from eldr_sim.simulator.setup.memory import state_block_size, state_blocks, windows_of
 from eldr_sim.simulator.setup.run_routing import check_need, routing_of
@@ -88,7 +88,7 @@ def prepare(
         raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
     with track_table_use() as used:
         # The last pool first: of two mistakes the one of its workers is told.
-        engines = [engine_of(config, pool, model) for pool in reversed(config.pools)][::-1]
+        engines = [make_engine_spec(config, pool, model) for pool in reversed(config.pools)][::-1]
     if any(engine.layout != engines[0].layout for engine in engines if engine.layout):
         raise InputError("topology", "pools that stream weights are all alike", "one such pool")
     pools, transfer = _pools(config, engines, model)

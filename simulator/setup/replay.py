@@ -63,7 +63,7 @@ def rank_masks(placements: Sequence[Placement], n_experts: int, n_layers: int) -
     held = np.zeros((len(placements), n_ranks, layers, words * 64), np.uint8)
     for worker, placement in zip(held, placements, strict=True):
         single = placement.instances(n_experts) == 1
-        on_rank = placement.held(n_experts) & single[:, None]
+        on_rank = placement.has_expert(n_experts) & single[:, None]
         worker[: placement.n_ranks, :, :n_experts] = on_rank.swapaxes(0, 1)
     packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
     # An index would lay 64 experts or fewer out otherwise, and the plane be compiled once more.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Reproduction, Runner
 from eldr_sim.planning.studies.study import read_study
 from eldr_sim.simulator.setup.config.requests import RoutingConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from eldr_sim.charts import bars
 from eldr_sim.planning.compare.policies import LOAD_BALANCERS
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, percent
 
 P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Runner, percent
 from eldr_sim.simulator.setup.config.presets import preset_fields
 from eldr_sim.traces.requests.texts import wanted_domains

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import t_interval
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, change, grouped, spread
 
@@ -104,7 +104,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     return {"factorial": lambda: factorial(runner, settings, seeds)}
 
 
-Runs = Mapping[tuple[Setting, Cell], Sequence[Summary]]
+RunCache = Mapping[tuple[Setting, Cell], Sequence[Summary]]
 
 
 def factorial(runner: Runner, settings: Sequence[Setting], seeds: Sequence[int]) -> Reproduction:
@@ -172,7 +172,7 @@ def _weights(levels: Mapping[str, str]) -> dict[Cell, float]:
 
 
 def _effect(
-    name: str, contrast: Mapping[Cell, float], runs: Runs, settings: Iterable[Setting]
+    name: str, contrast: Mapping[Cell, float], runs: RunCache, settings: Iterable[Setting]
 ) -> dict[str, Any]:
     """Return an effect, %, with its interval over seeds, and settings where there are several."""
     several = list(settings)
@@ -187,7 +187,7 @@ def _effect(
     return row
 
 
-def joint_search(runs: Runs, settings: Sequence[Setting]) -> tuple[Cell, str]:
+def joint_search(runs: RunCache, settings: Sequence[Setting]) -> tuple[Cell, str]:
     """Return the cell of the least mean end-to-end time over all settings, and how many it wins."""
     best = min(CELLS, key=lambda cell: score(runs, settings, cell))
     own = [min(CELLS, key=lambda cell: score(runs, [s], cell)) for s in settings]
@@ -198,12 +198,12 @@ def joint_search(runs: Runs, settings: Sequence[Setting]) -> tuple[Cell, str]:
     return best, f"by setting: {said}; of those with METRO at its published cost: {known}"
 
 
-def score(runs: Runs, settings: Sequence[Setting], cell: Cell) -> float:
+def score(runs: RunCache, settings: Sequence[Setting], cell: Cell) -> float:
     """Return the mean logarithm of a cell's end-to-end time over settings and seeds."""
     return float(np.mean([_logs(runs, s, cell, BEST) for s in settings]))
 
 
-def _logs(runs: Runs, setting: Setting, cell: Cell, metric: str) -> np.ndarray[Any, Any]:
+def _logs(runs: RunCache, setting: Setting, cell: Cell, metric: str) -> np.ndarray[Any, Any]:
     return np.log([float(run[metric]) for run in runs[setting, cell]])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import Rows, bars, lines
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Claim, Reproduction, change, mean
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from studies.gimbal import settings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import t_interval
 from eldr_sim.planning.studies.figures import Claim, Reproduction, change, mean, percent
 from studies.gimbal.settings import FIELDS, OUTPUTS, Experiment, lognormal

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.arrays import Ints
-from eldr_sim.planning.search.search import highest_rate
+from eldr_sim.planning.search.monotone_search import highest_rate
 from eldr_sim.planning.slo import Interval
 from eldr_sim.planning.studies.figures import Claim, Runner, write_requests
 from eldr_sim.simulator.setup.config.run_config import make_config

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, change, mean, percent
 from studies.grace.figures import TWO_BY_TWO, counted
 from studies.grace.settings import (

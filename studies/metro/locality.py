@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import t_interval
 from eldr_sim.planning.studies.figures import Reproduction, Runner, change, mean, spread
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from eldr_sim.charts import Draw, bars
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import (
     Claim,
     Reproduction,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, lines
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
 from eldr_sim.planning.slo import Interval, paired_percent, t_interval
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, grouped, percent

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.search.prefill import BUDGETS, WINDOW
 from eldr_sim.planning.studies.figures import Runner
 from eldr_sim.simulator.setup.config.run_config import make_config

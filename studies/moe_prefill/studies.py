@@ -8,7 +8,7 @@ import numpy as np
 
 from eldr_sim.charts import bars, field, lines
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Reproduction, Runner, mean, percent
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.coactivation import ranges

@@ -372,7 +372,9 @@ def test_interrupt_leaves_nothing(run_cli, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eldr_sim.simulator.control.cluster.Cluster.run", interrupted)
+    monkeypatch.setattr(
+        "eldr_sim.simulator.control.compiled_cluster.CompiledCluster.run", interrupted
+    )
     code, _, err = run_cli("run", *SHORT, "--out", tmp_path / "out")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from .house_figures import ROOMS, circles, lines_by_room, naming, sources
 MAY_NAME_RUN_CONFIG = (
     "_eldr_sim/__init__.py", "cli/", "planning/", "reports/explorer/", "serving/simulated/",
     "simulator/run.py", "simulator/simulation.py", "simulator/outcome/summary.py",
-    "simulator/outcome/without_effect.py", "simulator/setup/config/run_config.py",
-    "simulator/setup/engine_of.py", "simulator/setup/prepare.py", "validation/",
+    "simulator/outcome/unused_options.py", "simulator/setup/config/run_config.py",
+    "simulator/setup/engine_specs.py", "simulator/setup/prepare.py", "validation/",
     "studies/joint_optimum.py",
 )  # fmt: skip
 #: Objects of one running cluster, which know each other.

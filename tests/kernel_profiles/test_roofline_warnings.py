@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.sources import aiconfigurator_import
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import providers
 from eldr_sim.kernel_profiles.tables.library import Engine
-from eldr_sim.simulator.setup import engine_of
+from eldr_sim.simulator.setup import engine_specs
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -98,7 +98,7 @@ def unknown_model(tmp_path):
 
 
 def _step_times(model, gpu):
-    engine_of._step_time.cache_clear()
+    engine_specs._step_time.cache_clear()
     fields = {"model": str(model), "gpu": gpu, "topology": "1C", "max_model_len": 1024}
     return prepare(make_config(fields)).spec.pools[0].engine.step_time
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.answer import _kv_bytes
 from eldr_sim.planning.search.axes import Axes, Space, parse_axes
 from eldr_sim.planning.search.goals import Cheapest, find
@@ -45,7 +45,7 @@ def ask(evaluate, config=BASE, sensitivity=False, **arguments):
                 **arguments,
             ),
             Cheapest(Objective(LEVEL, TARGET, (3,)), sensitivity=sensitivity),
-            Runs(1),
+            RunCache(1),
         )
 
 
@@ -187,7 +187,7 @@ def test_prices_that_are_near_each_other_are_told():
                 tensor_parallel_sizes=[1],
             ),
             Cheapest(Objective(LEVEL, TARGET, (3,)), sensitivity=True),
-            Runs(1),
+            RunCache(1),
         )
     costs = {row.gpu: row.cost for row in found.rows}
     told = [each for each in found.sensitivity if each.name.startswith("price of")]
@@ -214,7 +214,7 @@ def test_money_and_power_of_tokens():
                 tensor_parallel_sizes=[1],
             ),
             Cheapest(Objective(LEVEL, TARGET, (3,))),
-            Runs(1),
+            RunCache(1),
         )
     answer, gpus = found.record()["answer"], found.best.cost / 2.0
     assert answer["price_per_million_prompt_tokens"] == pytest.approx(

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_drafts
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.goals import Cheapest, find
 from eldr_sim.planning.slo import Objective
@@ -141,7 +141,7 @@ def test_a_plan_chooses_the_drafts():
             make_config(GPT_OSS), axes={"drafts": (0, 3)}, max_gpus=8, tensor_parallel_sizes=(1,)
         ),
         Cheapest(OBJECTIVE),
-        Runs(1),
+        RunCache(1),
     )
     cost = {row.policy: row.trial and row.trial.config.n_gpus for row in answer.rows}
     assert set(cost) == {"round_robin, drafts=0", "round_robin, drafts=3"}

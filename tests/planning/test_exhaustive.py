@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from eldr_sim.planning.runs.shared_runs import Runs, side_by_side
+from eldr_sim.planning.runs.run_cache import RunCache, side_by_side
 from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.candidates import clusters_to_plan, cost, make_candidate
 from eldr_sim.planning.search.goals import Cheapest, find
@@ -58,7 +58,7 @@ def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypat
     """The same cost, in a small part of the runs; times are printed, all in this process."""
     policies, sizes, gpus = SPACES[space]
     config = small(rate)
-    Runs(1).ended(
+    RunCache(1).ended(
         try_cluster(every_cluster(config, policies, sizes, gpus)[0], OBJECTIVE)
     )  # compiles
     times = [time.process_time()]
@@ -67,7 +67,7 @@ def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypat
         return find(
             Space(config, policies=policies, max_gpus=gpus, tensor_parallel_sizes=sizes),
             Cheapest(OBJECTIVE),
-            Runs(1),
+            RunCache(1),
         )
 
     monkeypatch.setattr("eldr_sim.planning.search.plan._around", nothing_around)
@@ -76,7 +76,7 @@ def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypat
     monkeypatch.undo()
     found = searched()
     times.append(time.process_time())
-    clusters, every = every_cluster(config, policies, sizes, gpus), Runs(1)
+    clusters, every = every_cluster(config, policies, sizes, gpus), RunCache(1)
     trials = every.ended(side_by_side([try_cluster(each, OBJECTIVE) for each in clusters]))
     times.append(time.process_time())
     good = [trial for trial in trials if trial.verdict is Verdict.MEETS]

@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.compare.what_if import what_if
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.runs.sweep import SweepResult, sweep
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.goals import Cheapest, HighestRate, find
@@ -64,12 +64,12 @@ def test_plans():
     objective = Objective(parse_slo(["ttft:500,tpot:30"]), 0.9, (2,))
     load = SHORT.replace(topology="8P16D", duration=10)
     options = {"policies": ["jsq"], "tensor_parallel_sizes": [1]}
-    planned = find(Space(load, max_gpus=3, **options), Cheapest(objective), Runs(1))
+    planned = find(Space(load, max_gpus=3, **options), Cheapest(objective), RunCache(1))
     check(planned, "10 requests/s", "jsq", "H100", "1C", "SLO attainment")
     none = dataclasses.replace(planned, rows=(dataclasses.replace(planned.rows[0], trial=None),))
     check(none, "none")
     load = SHORT.replace(request_rate=None, duration=5)
-    carried = find(Space(load, policies=["jsq"]), HighestRate(objective), Runs(1))
+    carried = find(Space(load, policies=["jsq"]), HighestRate(objective), RunCache(1))
     check(carried, "requests/s", "jsq", "1P2D")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space, value_of
 from eldr_sim.planning.search.goals import HighestRate, find
 from eldr_sim.planning.search.knobs import ALL, APART, BASE, SIZES
@@ -20,7 +20,7 @@ SEATS = "max_num_seqs"
 
 @pytest.fixture(scope="module")
 def answer():
-    return find(Space(CONFIG, **CHOSEN), HighestRate(OBJECTIVE, 4, knobs=True), Runs(1))
+    return find(Space(CONFIG, **CHOSEN), HighestRate(OBJECTIVE, 4, knobs=True), RunCache(1))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_the_base_is_where_a_guide_begins(rows):
 
 def test_all_together_is_the_best_split_and_none_alone_is_better(rows):
     chosen = CHOSEN | {"axes": {SEATS: [4, 1024]}}
-    split = find(Space(CONFIG, **chosen), HighestRate(OBJECTIVE, 4), Runs(1))
+    split = find(Space(CONFIG, **chosen), HighestRate(OBJECTIVE, 4), RunCache(1))
     best = rows[ALL].figure.mean
     assert best == pytest.approx(split.best.figure.mean, rel=0.05)
     for name, row in rows.items():
@@ -71,4 +71,4 @@ def test_gains_are_paired_with_the_base(answer, rows):
 
 def test_it_is_asked_of_given_gpus():
     with pytest.raises(InputError, match="gpus"):
-        find(Space(CONFIG), HighestRate(OBJECTIVE, 0, knobs=True), Runs(1))
+        find(Space(CONFIG), HighestRate(OBJECTIVE, 0, knobs=True), RunCache(1))

@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from eldr_sim.cli.plan import _with_window
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
@@ -35,7 +35,7 @@ def ask(evaluate=None, *, attainment=0.9, looks=(3, 5), why_not=(), **arguments)
     config = make_config(BASE | arguments.pop("config", {}))
     objective = Objective(LEVEL, attainment, looks)
     with simulated_by(evaluate or Analytic()):
-        return find(Space(config, **arguments), Cheapest(objective, why_not), Runs(1))
+        return find(Space(config, **arguments), Cheapest(objective, why_not), RunCache(1))
 
 
 def brute_force(gpu, policy, cost, target=0.9, sizes=(1, 1), max_gpus=32):
@@ -268,7 +268,7 @@ def test_arithmetic_alone_rules_out_what_it_can():
         found = find(
             Space(make_config(BASE), gpus=["h100"], tensor_parallel_sizes=[1]),
             Cheapest(Objective(parse_slo(["tpot:2"]), 0.9)),
-            Runs(1),
+            RunCache(1),
         )
     assert found.best is None
     assert "more than the TPOT bound of 2 ms" in found.rows[0].reasons[0]
@@ -276,7 +276,7 @@ def test_arithmetic_alone_rules_out_what_it_can():
         found = find(
             Space(make_config(BASE), gpus=["h100"]),
             Cheapest(Objective(parse_slo(["ttft:1"]), 0.9)),
-            Runs(1),
+            RunCache(1),
         )
     assert "takes longer than the TTFT bound of 1 ms" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
@@ -350,7 +350,7 @@ def test_the_highest_rate_of_a_cluster():
         found = find(
             Space(config, policies=["jsq", "eldr"], gpus=["h100", "mi300x"]),
             HighestRate(objective),
-            Runs(1),
+            RunCache(1),
         )
     assert len(found.rows) == 4
     for each in found.rows:
@@ -380,7 +380,7 @@ def test_a_cluster_that_carries_nothing():
     objective = Objective(parse_slo(["tpot:2"]), 0.9)
     with simulated_by(Analytic()):
         found = find(
-            Space(make_config(BASE | {"topology": "1P1D"})), HighestRate(objective), Runs(1)
+            Space(make_config(BASE | {"topology": "1P1D"})), HighestRate(objective), RunCache(1)
         )
     assert found.best is None
     assert "more than the TPOT bound" in found.rows[0].reasons[0]
@@ -392,7 +392,9 @@ def test_the_best_split_is_that_of_all_splits():
     config = make_config(BASE | {"policy": "jsq", "duration": 60})
     objective = Objective(LEVEL, 0.9, (3,))
     with simulated_by(Analytic()):
-        found = find(Space(config, tensor_parallel_sizes=[1]), HighestRate(objective, 12), Runs(1))
+        found = find(
+            Space(config, tensor_parallel_sizes=[1]), HighestRate(objective, 12), RunCache(1)
+        )
 
     def highest(x):
         at = config.replace(goodput=LEVEL, topology=f"{x}P{12 - x}D")
@@ -484,7 +486,7 @@ def test_a_plan_chooses_redundant_experts():
             tensor_parallel_sizes=(1,),
         ),
         Cheapest(objective),
-        Runs(1),
+        RunCache(1),
     )
     trials = {each.policy: each.trial for each in found.rows}
     assert set(trials) == {f"jsq, num_redundant_experts={n}" for n in (0, 32)}
@@ -603,7 +605,7 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
             config, max_gpus=8, tensor_parallel_sizes=(1,), data_parallel_sizes=(2,), ffn_ranks=(2,)
         ),
         Cheapest(objective, why_not=["1P2A4F:tp1"]),
-        Runs(1),
+        RunCache(1),
     )
     best = found.best.trial
     assert best.config.cluster.topology == "1P2A2F"
@@ -613,7 +615,7 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
     split = find(
         Space(short, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2), ffn_ranks=(2,)),
         HighestRate(objective, 7),
-        Runs(1),
+        RunCache(1),
     )
     carried = split.best.trial.config
     assert carried.pools[-1].own.ffn_ranks == 2
@@ -633,7 +635,7 @@ def test_experts_on_gpus_of_their_own_need_engines(ranks, engines, says):
         find(
             Space(make_config(BASE), ffn_ranks=ranks, data_parallel_sizes=engines),
             Cheapest(Objective(LEVEL)),
-            Runs(1),
+            RunCache(1),
         )
 
 
@@ -667,7 +669,7 @@ def test_a_rate_of_few_requests_is_found_in_a_longer_window():
     evaluate = Analytic()
     with simulated_by(evaluate):
         found = find(
-            Space(config, gpus=["H100"]), HighestRate(Objective(LEVEL, 0.9, (3,))), Runs(1)
+            Space(config, gpus=["H100"]), HighestRate(Objective(LEVEL, 0.9, (3,))), RunCache(1)
         )
 
     def above(rate):
@@ -688,7 +690,9 @@ def test_the_rate_of_a_dense_model_and_of_priced_co_located_workers():
     for changes, prices in (({"model": "Llama-3.1-8B"}, {}), ({}, {"h100": 2.0})):
         with simulated_by(simulate_summary):
             found = find(
-                Space(make_config(base | changes), prices=prices), HighestRate(objective), Runs(1)
+                Space(make_config(base | changes), prices=prices),
+                HighestRate(objective),
+                RunCache(1),
             )
         assert found.best.figure.mean > 25
         assert found.has_prices == bool(prices)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.goals import Cheapest, Fastest, HighestRate, find
@@ -88,7 +88,7 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
         found = find(
             Space(make_config(BASE), max_gpus=8, tensor_parallel_sizes=[1, 4]),
             Cheapest(Objective(LEVEL, 0.9, (3,))),
-            Runs(1),
+            RunCache(1),
         )
     least = {}
     for kind, _, config in every_cluster(8, (1, 4), BUDGETS):
@@ -111,7 +111,7 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
                 prices={"h100": 2.5},
             ),
             Cheapest(Objective(LEVEL, 0.9, (3,))),
-            Runs(1),
+            RunCache(1),
         )
     assert priced.best.cost == 2.5 * priced.best.trial.config.n_gpus
     found.write(tmp_path / "plan")
@@ -124,7 +124,7 @@ def test_the_fastest_is_that_of_the_whole_grid():
     config = make_config(BASE | {"num_requests": 150, "warmup": None})
     with analytic():
         found = find(
-            Space(config, max_gpus=4, tensor_parallel_sizes=[2, 4]), Fastest(seeds=3), Runs(1)
+            Space(config, max_gpus=4, tensor_parallel_sizes=[2, 4]), Fastest(seeds=3), RunCache(1)
         )
     best = {}
     for kind, size, each in every_cluster(4, (2, 4), BUDGETS):
@@ -242,7 +242,7 @@ def test_the_highest_rate_of_prefill_workers(topology):
     config = make_config(BASE | {"topology": topology, "max_num_batched_tokens": 8192})
     config = config.model_copy(update={"goodput": LEVEL})
     with analytic():
-        (found,) = find(Space(config), HighestRate(Objective(LEVEL, 0.9, (2,))), Runs(1)).rows
+        (found,) = find(Space(config), HighestRate(Objective(LEVEL, 0.9, (2,))), RunCache(1)).rows
     at, above = (
         attained(config.model_copy(update={"request_rate": share * found.figure.mean}))
         for share in (1.0, 1.011)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.search.search import SearchSpace, cheapest, highest_rate, smallest
+from eldr_sim.planning.search.monotone_search import SearchSpace, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import Objective, Verdict, attainment_interval, looks_up_to, t_interval
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
@@ -146,9 +146,9 @@ def test_highest_rate_is_just_below_the_border(border, start, high, at_once):
 
 def test_a_rate_that_is_beaten_is_not_narrowed_down():
     oracle = Oracle(lambda rate: rate <= 100)
-    found = finish(highest_rate(80, 1.0, question(oracle), beaten=lambda bad: bad <= 170))
+    found = finish(highest_rate(80, 1.0, question(oracle), is_dominated=lambda bad: bad <= 170))
     assert (found.good, found.bad) == (80, 160)
-    found = finish(highest_rate(110, 1.0, question(oracle), beaten=lambda bad: bad <= 170))
+    found = finish(highest_rate(110, 1.0, question(oracle), is_dominated=lambda bad: bad <= 170))
     assert (found.good, found.bad) == (0.0, 110)
 
 
@@ -187,7 +187,7 @@ def test_looking_again_and_again_errs_no_more_often_than_promised(truth):
     objective = Objective(ServiceLevel(tpot=30), 0.9, (3, 5, 8))
     wrong = Verdict.MEETS if truth < 0.9 else Verdict.MISSES
     rng = np.random.default_rng(1)
-    errors = decided = 0
+    errors = decide_winners = 0
     for _ in range(1000):
         drawn = shares(rng, truth, 0.003, 8, 400)
         verdict = Verdict.UNDECIDED
@@ -196,10 +196,10 @@ def test_looking_again_and_again_errs_no_more_often_than_promised(truth):
             if verdict is not Verdict.UNDECIDED:
                 break
         errors += verdict is wrong
-        decided += verdict is not Verdict.UNDECIDED
+        decide_winners += verdict is not Verdict.UNDECIDED
     assert errors <= 50 + 3 * math.sqrt(1000 * 0.05 * 0.95)
     if abs(truth - 0.9) > 0.01:
-        assert decided > 500
+        assert decide_winners > 500
 
 
 @given(

@@ -6,10 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.goals import Cheapest, HighestRate, find
-from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, decided, halved
+from eldr_sim.planning.search.race import (
+    MOST_CANDIDATES,
+    Contender,
+    decide_winners,
+    run_halving_round,
+)
 from eldr_sim.planning.search.trial import SHORTEST
 from eldr_sim.planning.slo import Objective, is_below
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -80,7 +85,7 @@ def race(rates, prices, likely, sd, rng, keep=4):
         Contender(Template(i, price), 1, 1, likely=guess)
         for i, (price, guess) in enumerate(zip(prices, likely, strict=True))
     ]
-    left = answered(halved(runners, OBJECTIVE, 0.1, keep), attained)
+    left = answered(run_halving_round(runners, OBJECTIVE, 0.1, keep), attained)
     return [each.template.index for each in left], seconds
 
 
@@ -127,7 +132,7 @@ def last_round(first, rates, sd, rng):
     for i, (good, bad) in enumerate(first):
         tried.append(Contender(Template(i, 1.0), 1, 1, good, good, bad))
         luck[i, 0] = (good + bad) / 2 / rates[i]
-    found = answered(decided(tried, Objective(LEVEL, 0.9, (3, 5, 8)), 0.1), attained)
+    found = answered(decide_winners(tried, Objective(LEVEL, 0.9, (3, 5, 8)), 0.1), attained)
     return {each.template.index: found[each.key] for each in tried if each.key in found}, runs
 
 
@@ -181,13 +186,13 @@ def test_a_plan_of_many_candidates_searches_the_best_of_them():
                 axes={"max_num_seqs": sizes},
             ),
             Cheapest(OBJECTIVE),
-            Runs(1),
+            RunCache(1),
         )
     assert len(found.rows) == len(sizes)
     assert found.best.policy == "jsq, max_num_seqs=64"
-    beaten = [row for row in found.rows if row.without == "beaten"]
-    assert len(beaten) <= len(sizes) - MOST_CANDIDATES
-    for row in beaten:
+    dominated = [row for row in found.rows if row.without == "beaten"]
+    assert len(dominated) <= len(sizes) - MOST_CANDIDATES
+    for row in dominated:
         assert "in short runs" in row.reasons[0]
 
 
@@ -200,7 +205,7 @@ def test_the_best_split_of_many_candidates_is_of_the_best_of_them():
             find(
                 Space(config, tensor_parallel_sizes=[1], axes={"health_delay_ms": some}),
                 HighestRate(OBJECTIVE, 12),
-                Runs(1),
+                RunCache(1),
             )
             for some in (sizes, [64])
         )
@@ -222,7 +227,7 @@ def test_a_further_router_is_searched_from_where_the_first_one_ended():
                     tensor_parallel_sizes=[1, 2, 4],
                 ),
                 Cheapest(OBJECTIVE),
-                Runs(1),
+                RunCache(1),
             )
         runs[*policies] = found, {row.policy: row.cost for row in found.rows}
     both, costs = runs["jsq", "eldr"]

@@ -11,8 +11,8 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import runner
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.runs.runner import Outcome, Point, expected_tokens, run_points
-from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.simulator.run import prepare_run, simulate
 from eldr_sim.simulator.setup import replay as shared_replay
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -161,7 +161,7 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
 
     monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", fake)
     seen = []
-    runs = Runs(1, lambda done, asked: seen.append((done, asked)))
+    runs = RunCache(1, lambda done, asked: seen.append((done, asked)))
     three, one, two = (make_config(TINY | {"seed": seed}) for seed in (3, 1, 2))
     assert [s["seed"] for s in runs.summaries([three, one, three])] == [3, 1, 3]
     assert [s["seed"] for s in runs.summaries([two, three])] == [2, 3]
@@ -178,7 +178,7 @@ def test_a_run_that_fails_is_told_by_policy_and_cluster(jobs):
         make_config(TINY | {"policy": policy}) for policy in ("jsq", "eldr:artifact=no_such")
     ]
     with pytest.raises(InputError, match=r"run: .*=no_such on 1P1D: artifact: cannot read"):
-        Runs(jobs).summaries(configs)
+        RunCache(jobs).summaries(configs)
 
 
 def test_searches_go_on_side_by_side(monkeypatch):
@@ -191,7 +191,7 @@ def test_searches_go_on_side_by_side(monkeypatch):
             Outcome(p.key, {"seed": p.config.requests.seed}, "", 0.0) for p in reversed(points)
         )
 
-    monkeypatch.setattr("eldr_sim.planning.runs.shared_runs.run_points", fake_points)
+    monkeypatch.setattr("eldr_sim.planning.runs.run_cache.run_points", fake_points)
 
     def search(seeds):
         total = 0
@@ -200,5 +200,5 @@ def test_searches_go_on_side_by_side(monkeypatch):
             total += summary["seed"]
         return total
 
-    assert Runs(1).together([search([1, 2]), search([]), search([1, 5, 7])]) == [3, 0, 13]
+    assert RunCache(1).together([search([1, 2]), search([]), search([1, 5, 7])]) == [3, 0, 13]
     assert [batch for batch in batches if batch] == [[1], [2, 5], [7]]

@@ -23,7 +23,7 @@ from .test_marginal_cost import N_EXPERTS, N_LAYERS, context
 WINDOWS = 25
 
 
-class Asked(RouterPolicy):
+class Query(RouterPolicy):
     """A policy of which the simulator knows nothing but ``select`` and ``on_complete``."""
 
     def __init__(self, policy):
@@ -103,7 +103,7 @@ def test_compiled_decisions_are_those_of_the_policies(
         patch.setattr(router, "_ASKED_AT_ONCE", at_once)
         for module in (online_module, marginal_cost):
             patch.setattr(module, "_REMEMBERED", remembered)
-        asked, policy, _ = run(Asked)
+        asked, policy, _ = run(Query)
         compiled, _, cluster = run(lambda policy: policy)
     assert policy.decisions == n
     assert cluster.routers[-1].decisions is not None
@@ -131,7 +131,7 @@ def test_a_subclass_that_decides_in_another_way_is_asked():
         own = type("Own", (other,), {method: lambda self, *_: 0})
         found = own(PolicyContext(3, np.random.default_rng(0), artifact=policy.artifact))
         assert decisions_of(found, workers, 1) is None
-    assert decisions_of(Asked(policy), workers, 1) is None
+    assert decisions_of(Query(policy), workers, 1) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6))

@@ -104,7 +104,7 @@ def test_every_expert_has_an_instance_every_rank_equally_many_and_no_load_is_los
     placement = balance(load, g)
     assert placement.expert.shape == placement.rank.shape
     assert placement.expert.shape == (g.n_layers, g.n_experts + g.n_redundant)
-    assert placement.held(g.n_experts).any(axis=1).all()
+    assert placement.has_expert(g.n_experts).any(axis=1).all()
     for ranks in placement.rank:
         counts = np.bincount(ranks, minlength=g.n_ranks)
         assert counts.tolist() == [g.slots_per_rank] * g.n_ranks
@@ -201,7 +201,7 @@ def test_two_instances_may_share_a_rank():
     placement = balance(np.array([[90.0, 1.0, 1.0]]), group(1, 3, 2, n_redundant=3))
     assert placement.expert.tolist() == [[0, 0, 1, 0, 0, 2]]
     assert placement.rank.tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert placement.held(3).tolist() == [[[True, True, False], [True, False, True]]]
+    assert placement.has_expert(3).tolist() == [[[True, True, False], [True, False, True]]]
 
 
 def test_a_large_model_is_placed_in_well_under_a_second():

@@ -204,7 +204,7 @@ def test_empty_slots_are_no_instances():
     placement = Placement(np.array([[0, 1, 0], [1, 0, EMPTY]]), np.array([[0, 1, 1], [0, 1, 0]]), 2)
     assert placement.instances(2).tolist() == [[2, 1], [1, 1]]
     assert placement.slots().tolist() == [[1, 2], [1, 1]]
-    assert placement.held(2)[1].tolist() == [[False, True], [True, False]]
+    assert placement.has_expert(2)[1].tolist() == [[False, True], [True, False]]
 
 
 def test_resolution_trades_affinity_for_an_even_load():

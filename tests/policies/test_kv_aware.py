@@ -282,10 +282,10 @@ def test_engines_that_publish_late_are_known_late(topology):
 def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
     """Small caches, so that blocks go, too."""
     from eldr_sim.simulator.control import known_blocks
-    from eldr_sim.simulator.control.asking import Asking
+    from eldr_sim.simulator.control.policy_calls import PolicyCalls
     from eldr_sim.simulator.plane.kv.kv_cache import match
 
-    compared, ask = [], Asking.ask
+    compared, ask = [], PolicyCalls.ask
 
     def spied(self, cluster, number, request):
         chosen, kv = ask(self, cluster, number, request), cluster.arrays.engines.kv
@@ -300,7 +300,7 @@ def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
         compared.append((held.tolist(), known.tolist()))
         return chosen
 
-    monkeypatch.setattr(Asking, "ask", spied)
+    monkeypatch.setattr(PolicyCalls, "ask", spied)
     hit_rate(prefill_policy="llmd", signal_interval_ms=5.0, num_gpu_blocks_override=300, seed=seed)
     held, known = zip(*compared, strict=True)
     assert held == known

@@ -62,7 +62,7 @@ def cases(draw, n_experts=24, n_ranks=6):
 def max_flow_bound(tokens, placement):
     """Return METRO's optimum by its own way: maximum flow for a growing capacity of the ranks."""
     active = np.flatnonzero(tokens)
-    held = placement.held(len(tokens))[0]  # [ranks, experts]
+    held = placement.has_expert(len(tokens))[0]  # [ranks, experts]
     n_ranks, n = len(held), len(active)
     source, sink = n + n_ranks, n + n_ranks + 1
     for bound in range(n + 1):
@@ -87,7 +87,7 @@ def test_optimal_is_maximum_flow(case):
 @given(cases(n_experts=6, n_ranks=3))
 def test_optimal_is_the_best_of_all_choices(case):
     tokens, placement = case
-    held = placement.held(len(tokens))[0]
+    held = placement.has_expert(len(tokens))[0]
     homes = [np.flatnonzero(held[:, e]).tolist() for e in np.flatnonzero(tokens)]
     best = min(np.bincount(ranks, minlength=1).max() if ranks else 0 for ranks in product(*homes))
     chosen = instances("optimal", tokens, placement)
@@ -195,7 +195,7 @@ def fullest(name, tokens, placement):
 def test_metros_order_is_as_good_as_a_random_one():
     """Its threads race for locks: any order may happen, and ours stands for all."""
     rng, share, placement = served()
-    held, apart = placement.held(128)[0], []
+    held, apart = placement.has_expert(128)[0], []
     for _ in range(60):
         tokens = batch(rng, share, 32)
         found = []

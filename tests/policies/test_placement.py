@@ -166,9 +166,9 @@ def test_workers_of_fewer_ranks_have_empty_masks():
 
 def test_instances_of_an_expert_are_all_held():
     placement = Placement(np.array([[0, 1, 0]]), np.array([[0, 1, 1]]), 2)
-    assert placement.held(2).tolist() == [[[True, False], [True, True]]]
+    assert placement.has_expert(2).tolist() == [[[True, False], [True, True]]]
     twice = Placement(np.array([[0, 0, 1, 0]]), np.array([[0, 0, 1, 1]]), 2)
-    assert twice.held(2).tolist() == [[[True, False], [True, True]]]
+    assert twice.has_expert(2).tolist() == [[[True, False], [True, True]]]
 
 
 @given(
@@ -186,7 +186,7 @@ def test_linear_begins_again_with_redundant_experts(n_experts, per_rank, n_ranks
     assert placement.expert.tolist() == [order] * n_layers
     ranks = [rank for rank in range(n_ranks) for _ in range(per_rank)]
     assert placement.rank.tolist() == [ranks] * n_layers
-    assert placement.held(n_experts).any(axis=1).all()
+    assert placement.has_expert(n_experts).any(axis=1).all()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_eldr_has_no_redundant_experts():
     artifact = random_artifact(2, n_layers=1, n_experts=8)
     context = PolicyContext(2, np.random.default_rng(0), artifact=artifact)
     eldr = registry.placement_policy("eldr", context)
-    assert eldr.place(ExpertGroup((1,), 1, 8, 4)).held(8).sum() == 8
+    assert eldr.place(ExpertGroup((1,), 1, 8, 4)).has_expert(8).sum() == 8
     with pytest.raises(InputError, match=r"^num_redundant_experts: 'eldr' places one") as caught:
         eldr.place(ExpertGroup((1,), 1, 8, 4, n_redundant=4))
     assert "\n" not in str(caught.value)

@@ -124,7 +124,7 @@ def test_even_splits_each_experts_tokens_evenly(case):
 def test_near_choices_send_no_pair_further_than_they_must(name, case):
     home, experts, placement, layer, node = case
     rank = placement.rank[layer][chosen(name, *case)]
-    held = placement.held(placement.expert.max() + 1)[layer]
+    held = placement.has_expert(placement.expert.max() + 1)[layer]
     for token, column in np.ndindex(experts.shape):
         own, holders = home[token], np.flatnonzero(held[:, experts[token, column]])
         if own in holders:

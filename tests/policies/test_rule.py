@@ -11,7 +11,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers, gives_rules
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
-from eldr_sim.policies.rule import COLUMNS, Kept, Rule
+from eldr_sim.policies.rule import COLUMNS, Rule, StickyRule
 from eldr_sim.simulator.plane import router
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
@@ -44,7 +44,7 @@ def test_a_rule_by_its_words(by_load, in_turn, workers, history):
             begin = (workers.index(best) + 1) % len(workers)
 
 
-class Asked(RouterPolicy):
+class Query(RouterPolicy):
     """A policy of which the simulator knows nothing but ``select``."""
 
     def __init__(self, policy):
@@ -153,7 +153,7 @@ def test_compiled_routers_decide_as_the_policies(
         )  # fmt: skip
         return run_to_rest(cluster), prefill, decode
 
-    asked, *routers = run(Asked)
+    asked, *routers = run(Query)
     assert asked.completed.all()
     assert all(router.decisions == n for router in routers if router is not None)
     compiled, *_ = run(lambda policy: policy)
@@ -201,7 +201,7 @@ def test_prefixes_are_routed_by_rules(make_cluster, make_workload):
 
 
 def test_the_rule_of_a_kept_request_is_for_an_overload():
-    kept, loads = Kept(2, Rule(range(3)), 1.25), np.array([1, 2, 3])
+    kept, loads = StickyRule(2, Rule(range(3)), 1.25), np.array([1, 2, 3])
     assert kept.pick(Workers.idle(loads)) == 0  # 3 > 1.25 x 7 / 3
     assert kept.pick(Workers.idle([2, 2, 2])) == 2
     down = Workers.idle([2, 2, 2])
@@ -246,7 +246,7 @@ def test_a_subclass_with_rules_of_its_own_is_asked_for_them():
     assert not gives_rules(Other(context))
     plain = JoinShortestQueuePolicy(context)
     assert gives_rules(plain)
-    assert not gives_rules(Asked(plain))
+    assert not gives_rules(Query(plain))
     plain.select = lambda request, workers: 0
     assert not gives_rules(plain)
 

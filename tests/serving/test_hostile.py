@@ -422,13 +422,13 @@ def test_streams_finish_after_sigterm_and_health_says_so_first():
         await server.start_server()
         url = str(server.make_url("/")).rstrip("/")
         proxy = _Proxy(make_config(port=0, decode_urls=[url]), None, lambda line: None)
-        listening, ready = listen("127.0.0.1", 0), asyncio.Event()
-        site = Site(proxy.app(), listening, proxy.intake, "Routing")
+        listener, ready = listen("127.0.0.1", 0), asyncio.Event()
+        site = Site(proxy.app(), listener, proxy.intake, "Routing")
         serving = asyncio.create_task(
             serve_sites([site], lambda line: ready.set(), grace_s=grace_s)
         )
         await ready.wait()
-        own = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        own = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with aiohttp.ClientSession() as session:
             asked = {"prompt": "a", "max_tokens": 30, "stream": True}
             answer = await session.post(own + "/v1/completions", json=asked)

@@ -18,10 +18,10 @@ from eldr_sim.kernel_profiles.steps.drafts import Draft
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
-from eldr_sim.simulator.reference.cluster import ReferenceCluster
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
@@ -247,12 +247,12 @@ def inputs_of(*, spec, model, prefill_policy, decode_policy, **arguments):
     policies += [decode_policy] if spec.n_decode else []
     shards = [model] * len(spec.pools)
     arguments = {"signatures": lambda ranges: (0, None)} | arguments
-    return Inputs(spec=spec, shards=shards, policies=policies, **arguments)
+    return RunInputs(spec=spec, shards=shards, policies=policies, **arguments)
 
 
 def cluster_of(**arguments):
     """Return the compiled cluster of a random one's arguments and policies."""
-    return Cluster(inputs_of(**arguments))
+    return CompiledCluster(inputs_of(**arguments))
 
 
 def reference_of(workers=None, **arguments):

@@ -5,7 +5,7 @@ import pytest
 
 from eldr_sim import RunConfig
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.control import Worker
+from eldr_sim.simulator.control.control_api import Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, STARTING
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import simulate

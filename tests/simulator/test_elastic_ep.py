@@ -8,12 +8,12 @@ import pytest
 from eldr_sim import RunConfig
 from eldr_sim.errors import InputError
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.simulator.control.control import Worker
+from eldr_sim.simulator.control.control_api import Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY
 from eldr_sim.simulator.control.relocation import expert_links, expert_moves, transfer_of
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import placement_of, simulate
-from eldr_sim.simulator.setup.mean_work import scaling_facts
+from eldr_sim.simulator.setup.expected_step import scaling_facts
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.simulation import Simulation
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies.base import Needs
-from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control import compiled_cluster as cluster_module
 from eldr_sim.simulator.plane import loop, state
 
 from ..properties import examples

@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.tables.format import mla_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.engine_of import engine_of
+from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 
 from ..paths import ROOT
 
@@ -27,7 +27,7 @@ def capacity_gib(row, engine):
         "disable_hybrid_kv_cache_manager": True,
     })  # fmt: skip
     model = load_model(row["model"])
-    blocks = engine_of(config, config.pools[0], model).n_blocks
+    blocks = make_engine_spec(config, config.pools[0], model).n_blocks
     layout = config.pools[0].own.parallelism
     return blocks * config.engine.block_size * layout.kv_bytes_per_token(model) / 2**30
 
@@ -123,7 +123,7 @@ def test_graphs_are_padded_as_the_version_of_each_pool_does(given, padding):
     expected = [step_times(padding[0]), step_times(padding[1])]
     config = make_config({"trace": "reference-moe", "topology": "1P1D"} | given)
     for pool, (name, padded) in zip(config.pools, zip(padding, expected, strict=True), strict=True):
-        engine = engine_of(config, pool, load_model(config.engine.model))
+        engine = make_engine_spec(config, pool, load_model(config.engine.model))
         times = engine.step_time
         assert (times.cost is times.unpadded) == (name == "none")
         if pool.own.engine_version != "0.24" and pool.own.parallelism.n_gpus == 1:
@@ -133,7 +133,7 @@ def test_graphs_are_padded_as_the_version_of_each_pool_does(given, padding):
 def step_times(padding):
     fields = {"trace": "reference-moe", "topology": "1C", "cudagraph_padding": padding}
     config = make_config(fields)
-    engine = engine_of(config, config.pools[0], load_model(config.engine.model))
+    engine = make_engine_spec(config, config.pools[0], load_model(config.engine.model))
     return engine.step_time.cost.dense_s
 
 
@@ -164,9 +164,9 @@ def test_overlap_is_read_from_launch_lines(engine, line):
     cluster = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
     config = fields(engine=engine, engine_args=line, model="Qwen3-30B-A3B", **cluster)
     assert config.steps.two_batch_overlap
-    group = engine_of(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
+    group = make_engine_spec(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
     expected = {"sglang": (2, 2), "vllm": (32, 512)}[engine]
     assert (group.split_decode, group.split_prompts) == expected
     plain = fields(engine=engine, model="Qwen3-30B-A3B", **cluster)
-    group = engine_of(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
+    group = make_engine_spec(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
     assert (group.split_decode, group.split_prompts) == (0, 0)

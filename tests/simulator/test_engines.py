@@ -23,7 +23,7 @@ from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import launch, launch_options
-from eldr_sim.simulator.setup.config.engines import EngineRules, rules_of
+from eldr_sim.simulator.setup.config.engine_rules import EngineRules, rules_of
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -334,12 +334,12 @@ def test_defaults_are_the_engines():
 @pytest.mark.parametrize("change", [{"engine": "sglang"}, {"engine": "trtllm"}, {"gpu": "B200"}])
 def test_a_change_of_the_engine_brings_its_defaults(engine, change):
     """Of its share of the memory and its blocks, unless others were asked for."""
-    for said in ({}, {"gpu_memory_utilization": 0.5, "block_size": 64}):
-        base = make_config({"engine": engine} | said)
-        wanted = make_config({"engine": engine} | said | change)
+    for explicit_fields in ({}, {"gpu_memory_utilization": 0.5, "block_size": 64}):
+        base = make_config({"engine": engine} | explicit_fields)
+        wanted = make_config({"engine": engine} | explicit_fields | change)
         assert base.replace(**change) == wanted
         words = " ".join(f"{name}={value}" for name, value in change.items())
-        assert make_config(change_fields(base.said("json"), words)) == wanted
+        assert make_config(change_fields(base.explicit_fields("json"), words)) == wanted
 
 
 def test_launch_lines_are_read():
@@ -431,9 +431,9 @@ def test_other_fields_bring_their_own_defaults(engine, changes):
     """Plans, what-ifs and Python change a run's GPU, engine and sizes."""
     changed = make_config({"engine": engine}).replace(**changes)
     assert changed == make_config({"engine": engine} | changes)
-    said = {"gpu_memory_utilization": 0.7, "block_size": 64}
-    changed = make_config({"engine": engine} | said).replace(**changes)
-    assert changed == make_config({"engine": engine} | said | changes)
+    explicit_fields = {"gpu_memory_utilization": 0.7, "block_size": 64}
+    changed = make_config({"engine": engine} | explicit_fields).replace(**changes)
+    assert changed == make_config({"engine": engine} | explicit_fields | changes)
 
 
 def test_a_result_brings_no_defaults_of_its_engine(tmp_path):
@@ -453,15 +453,15 @@ def test_each_pool_has_its_own_default_share_of_the_memory():
     for pool, gpu in zip(spec.pools, ("H100", "H200"), strict=True):
         alone = make_config(fields | {"gpu": gpu}).engine.gpu_memory_utilization
         assert pool.engine.memory_share == alone
-    said = spec_of(**fields, decode={"gpu": "H200"}, gpu_memory_utilization=0.7)
-    assert {pool.engine.memory_share for pool in said.pools} == {0.7}
+    explicit_fields = spec_of(**fields, decode={"gpu": "H200"}, gpu_memory_utilization=0.7)
+    assert {pool.engine.memory_share for pool in explicit_fields.pools} == {0.7}
 
 
 def test_what_is_not_simulated_is_said_in_one_line():
     line = "--mamba-backend triton --quantisation-x 3 --host 0.0.0.0 --max-loras-per-batch 4"
-    with pytest.warns(EldrSimWarning) as said:
+    with pytest.warns(EldrSimWarning) as explicit_fields:
         make_config({"engine": "sglang", "engine_args": line})
-    assert [str(each.message) for each in said] == [
+    assert [str(each.message) for each in explicit_fields] == [
         "of the launch line, no options of SGLang 0.5.23, so ignored: quantisation_x",
         "not simulated of the launch line, and may change the answer: mamba_backend",
         "of the launch line, without effect on the answer: host, max_loras_per_batch",
@@ -474,9 +474,9 @@ def fields_of(line, engine="sglang", **more):
         warnings.simplefilter("ignore")
         made = make_config({"engine": engine, "engine_args": line} | more)
     usual = make_config({"engine": engine} | more).model_dump()
-    said = made.model_dump()
+    explicit_fields = made.model_dump()
     skipped = ("gpu_memory_utilization", "max_num_batched_tokens")
-    return {k: v for k, v in said.items() if v != usual[k] and k not in skipped}
+    return {k: v for k, v in explicit_fields.items() if v != usual[k] and k not in skipped}
 
 
 DEEPEP = "--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep"

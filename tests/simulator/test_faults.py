@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RouterPolicy
-from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control import compiled_cluster as cluster_module
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.steps.group_state import NODE

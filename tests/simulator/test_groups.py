@@ -29,7 +29,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
     make_group_scratch,
 )
 from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
-from eldr_sim.simulator.setup.config.engines import EngineRules
+from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..properties import examples

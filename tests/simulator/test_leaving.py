@@ -5,7 +5,7 @@ import pytest
 
 from eldr_sim import RunConfig
 from eldr_sim.simulator.control.autoscaling import leaving_s
-from eldr_sim.simulator.setup.mean_work import scaling_facts
+from eldr_sim.simulator.setup.expected_step import scaling_facts
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.simulation import Simulation
 

@@ -98,7 +98,7 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
     # In order: whom it holds is asked about until it is placed, and nobody else meanwhile.
     assert mirror.chosen == list(range(60))
     assert mirror.asked == sorted(mirror.asked)
-    cluster.asking.hear()
+    cluster.policy_calls.hear()
     mirror.compare()
     assert sum(mirror.tokens) <= record.prefill_steps["chunk_tokens"].sum()
     done = record.requests["prompt_len"] - np.maximum(record.requests["cached_tokens"], 0)

@@ -9,7 +9,7 @@ import pytest
 
 from eldr_sim.errors import StalledError
 from eldr_sim.simulator.control import progress
-from eldr_sim.simulator.control.asking import PrefillReports
+from eldr_sim.simulator.control.policy_calls import PrefillReports
 from eldr_sim.simulator.plane.kv import kv_cache
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -75,9 +75,9 @@ def test_time_that_passes_does_not_hide_a_stall(holder, monkeypatch):
 
 def test_a_command_that_stalls_says_so_in_a_line():
     code = (
-        "from eldr_sim.simulator.control import progress, asking\n"
+        "from eldr_sim.simulator.control import progress, policy_calls\n"
         "progress.PATIENCE = 1 << 16\n"
-        "asking.PrefillReports.collect = lambda self: None\n"
+        "policy_calls.PrefillReports.collect = lambda self: None\n"
         "from eldr_sim.cli.main import main\n"
         "main()"
     )

@@ -276,7 +276,7 @@ def test_moves_are_those_of_the_rules(seed, ranks, gpus_per_node, redundant):
     for layer, source, to in SlowRelocations.moves(before, after, gpus_per_node):
         counted[layer, source, to] += 1
     np.testing.assert_array_equal(moves, counted)
-    assert moves.sum() == (after.held(10) & ~before.held(10)).sum()
+    assert moves.sum() == (after.has_expert(10) & ~before.has_expert(10)).sum()
     assert not np.trace(moves, axis1=1, axis2=2).any()
     assert not expert_moves(before, before, 10, gpus_per_node).any()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.setup.config.engines import rules_of
+from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
 

@@ -32,7 +32,7 @@ def test_chosen_experts_are_copied_to_every_other_rank():
     load = np.array([[6.0, 1.0, 3.0, 2.0]])
     made = copied_everywhere(groups, load, load, 1)
     assert made.instances(4).tolist() == [[3, 1, 1, 1]]
-    assert made.held(4)[0, :, 0].all()
+    assert made.has_expert(4)[0, :, 0].all()
     assert made.load.tolist() == [[3.0, 5.0, 4.0]]
 
 

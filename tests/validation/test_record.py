@@ -10,7 +10,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.simulator.setup.config.engines import HOST_WAIT_MS
+from eldr_sim.simulator.setup.config.engine_rules import HOST_WAIT_MS
 from eldr_sim.validation.published import launch_scripts, record, silicon_rows
 from eldr_sim.validation.published.launch_scripts import Script
 from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options

@@ -36,7 +36,7 @@ from eldr_sim.kernel_profiles.steps.parts import bytes_alone
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
-from eldr_sim.simulator.setup.config.engines import HOST_WAIT_MS, default_fields
+from eldr_sim.simulator.setup.config.engine_rules import HOST_WAIT_MS, default_fields
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_rows
 from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS, Script

@@ -24,12 +24,12 @@ from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.traces.requests.caches import session_lists
 
 _NONE = np.int64(0)
-#: What `look` returns where a request has to wait before it does anything.
+#: What `lookup_blocks` returns where a request has to wait before it does anything.
 WAITS = np.int64(-2)
 
 
 @compiled()
-def look(engines: Any, w: int, side: int, request: int, found: int) -> Any:
+def lookup_blocks(engines: Any, w: int, side: int, request: int, found: int) -> Any:
     """Return how many of ``found`` blocks a request takes, or WAITS for those on their way."""
     tiers, kv = engines.kv.tiers, engines.kv
     load, first = tiers.loads[request], kv.first_listed[request]
@@ -62,7 +62,7 @@ def count_idle(engines: Any, w: int, side: int, request: int, found: int) -> Any
 
 
 @compiled()
-def reach(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
+def loadable_tokens(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
     """Count the blocks behind ``found`` ones that tiers hold; 0 if computing them is faster."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens
@@ -140,7 +140,7 @@ def _saved(engines: Any, w: int, found: int, end: int) -> Any:
 
 
 @compiled()
-def secure(engines: Any, w: int, request: int, found: int, more: int) -> None:
+def reserve_blocks(engines: Any, w: int, request: int, found: int, more: int) -> None:
     """Renew the blocks that are to be loaded in their tiers, or take them out of exclusive ones."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens

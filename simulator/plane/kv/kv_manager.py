@@ -116,12 +116,12 @@ def allocate(
         found, idle = _find(engines, w, request, tokens)
     tiers = not fetches and engines.kv.tiers.links.shape[1] > 0
     if tiers:
-        taken = kv_loads.look(engines, w, side, request, found)
+        taken = kv_loads.lookup_blocks(engines, w, side, request, found)
         if taken == kv_loads.WAITS:
             return taken
         if taken < found:
             found, idle = taken, kv_loads.count_idle(engines, w, side, request, taken)
-        more = kv_loads.reach(engines, w, request, found, tokens)
+        more = kv_loads.loadable_tokens(engines, w, request, found, tokens)
         pulled = kv_loads.reach_peer(engines, w, request, found + more, tokens)
     record, reserve = engines.requests[request], engines.pools[pool].reserve
     if reserve == TO_THE_END:
@@ -147,7 +147,7 @@ def allocate(
         return -1
     engines.tables[request, side].found = found
     if tiers:
-        kv_loads.secure(engines, w, request, found, more)
+        kv_loads.reserve_blocks(engines, w, request, found, more)
     hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
     if tiers:
         kv_loads.begin(engines, w, side, request, more, pulled)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_json, parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import MoEBackend
-from eldr_sim.simulator.setup.config.engines import default_fields
+from eldr_sim.simulator.setup.config.engine_rules import default_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.launch_line import Line, cut
 from eldr_sim.simulator.setup.config.launch_options import (
@@ -138,7 +138,7 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     engine = values.get("engine") or ("trtllm" if file else "vllm")
     if not isinstance(engine, str) or engine not in _NAMES:
         return values  # the field itself says what is allowed
-    said: list[tuple[str, Any]] = []
+    given: list[tuple[str, Any]] = []
     if file is not None:
         if engine != "trtllm":
             raise InputError("extra_llm_api_options", "are TensorRT-LLM's", "--engine trtllm")
@@ -149,12 +149,12 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
         )
         if not isinstance(options, Mapping):
             raise InputError("extra_llm_api_options", f"{file} holds no mapping", "option: value")
-        said += _nested(options)
+        given += _nested(options)
         values["engine"] = engine
     bench = "" if parts is None else parts.bench
     if parts is not None:
-        said += _options(parts, engine)
-    found = _bench_fields(bench, said, values) if bench else _fields(engine, said, values)
+        given += _options(parts, engine)
+    found = _bench_fields(bench, given, values) if bench else _fields(engine, given, values)
     for role in ("prefill", "decode"):
         if role in found and isinstance(values.get(role), Mapping):
             found[role] = found[role] | values[role]
@@ -163,7 +163,7 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     return default_fields(values) | values
 
 
-def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that options stand for; warns of those that stand for none.
 
     ``values``: fields of the run that are given by themselves."""
@@ -172,7 +172,7 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
     changes: list[str] = []
     idle: list[str] = []
     unknown: list[str] = []
-    for name, value in said:
+    for name, value in given:
         if name not in _NAMES[engine]:
             name, value = positive(engine, name, value)
         field = _NAMES[engine].get(name, "")
@@ -425,7 +425,7 @@ def _send(
 
 
 def _bench_fields(
-    bench: str, said: list[tuple[str, Any]], values: Mapping[str, Any]
+    bench: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the load of a benchmark's line as fields; raises InputError.
 
@@ -436,7 +436,7 @@ def _bench_fields(
     changes: list[str] = []
     idle: list[str] = []
     ratio: Any = None
-    for name, value in said:
+    for name, value in given:
         if name == "random_range_ratio":
             ratio = value
         elif name == "model" and values.get("model") is None:

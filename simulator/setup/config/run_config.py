@@ -125,7 +125,7 @@ class RunConfig(Fields):
 
         A mapping changes fields of a pool, service level or policy: ``replace(decode={"gpu":
         "H200"}, policy={"tau": 0.2})``."""
-        values = self.said("python")
+        values = self.explicit_fields("python")
         for name, value in flat(changes).items():
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump()
@@ -136,10 +136,10 @@ class RunConfig(Fields):
                 values[name] = value
         return cast("Self", make_config(values))
 
-    def said(self, mode: Literal["json", "python"]) -> dict[str, Any]:
+    def explicit_fields(self, mode: Literal["json", "python"]) -> dict[str, Any]:
         """Return the fields, but for those that the engine has by default, so that another engine,
         GPU or width has its own. ``mode``: as of ``model_dump``."""
-        from eldr_sim.simulator.setup.config.engines import (
+        from eldr_sim.simulator.setup.config.engine_rules import (
             default_fields,  # NumPy: --help does without
         )
 
@@ -316,5 +316,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(nested, dict):
         return flat(values)
     found = flat(resolved(nested, path.parent))
-    said = make_config(found).said("json")  # but for what it ran with and nobody asked for
-    return {name: value for name, value in found.items() if name in said}
+    explicit = make_config(found).explicit_fields(
+        "json"
+    )  # but for what it ran with and nobody asked for
+    return {name: value for name, value in found.items() if name in explicit}

@@ -19,7 +19,7 @@ ONCE, AGAIN, WAS_ONCE, WAS_AGAIN = map(np.int64, range(1, 5))
 class ArcLists(NamedTuple):
     """The lists of caches."""
 
-    lists: linked.Lists
+    lists: linked.LinkedLists
     target: Floats  #: ``[caches]``: blocks that should be in the list used once
 
 

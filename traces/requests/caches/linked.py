@@ -8,7 +8,7 @@ from eldr_sim.arrays import Int32s, Ints
 from eldr_sim.jit import njit
 
 
-class Lists(NamedTuple):
+class LinkedLists(NamedTuple):
     """The lists of caches; blocks are numbered in each, lists from 1."""
 
     of: Int32s  #: ``[caches, blocks]``: the list that a block is in; 0: none
@@ -18,7 +18,7 @@ class Lists(NamedTuple):
     sizes: Ints  #: ``[caches, lists + 1]``
 
 
-def make_lists(n_caches: int, n_blocks: int, n_lists: int, n_open: int) -> Lists:
+def make_lists(n_caches: int, n_blocks: int, n_lists: int, n_open: int) -> LinkedLists:
     """Return empty lists, of which the first ``n_open`` are `open_list`."""
     # Zeros take no memory before they are written: a store has room for millions.
     ends = np.zeros((2, n_caches, n_blocks + n_lists + 1), np.int32)
@@ -28,10 +28,10 @@ def make_lists(n_caches: int, n_blocks: int, n_lists: int, n_open: int) -> Lists
         np.zeros((n_caches, n_blocks), np.int32),
         np.zeros((n_caches, n_lists + 1), np.int64),
     )
-    return Lists(of, ends[0], ends[1], sizes)
+    return LinkedLists(of, ends[0], ends[1], sizes)
 
 
-def clear(lists: Lists, cache: int, n_open: int) -> None:
+def clear(lists: LinkedLists, cache: int, n_open: int) -> None:
     """Let a cache have no blocks, as `make_lists` makes it."""
     first = np.arange(lists.of.shape[1] + 1, lists.of.shape[1] + n_open + 1)
     lists.of[cache], lists.sizes[cache] = 0, 0

@@ -51,7 +51,7 @@ CACHE = np.dtype(
 class SessionLists(NamedTuple):
     """The sessions of caches; blocks are numbered in each."""
 
-    lists: linked.Lists
+    lists: linked.LinkedLists
     caches: Records  #: ``CACHE [caches]``
     sessions: Records  #: ``SESSION [caches, lists + 1]``
     ghost: Floats  #: ``[caches, blocks]``

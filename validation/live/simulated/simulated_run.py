@@ -23,9 +23,9 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
@@ -111,7 +111,7 @@ def simulate_run(
     if spec.n_prefill:
         context = PolicyContext(spec.n_prefill, stream(info.load.seed, "prefill policy"))
         policies.insert(0, prefill_policy("round_robin", context))
-    inputs = Inputs(
+    inputs = RunInputs(
         spec,
         [model] * len(spec.pools),
         Workload.plain(clock.own_s(queued)[order], lengths, rows, domain=domain, session=rows),
@@ -123,7 +123,7 @@ def simulate_run(
         prompts=prompt_rows(trace),
         queue_keys=lengths[0].astype(np.float64) if sjf else np.zeros(len(order)),
     )
-    record = Cluster(inputs).run()
+    record = CompiledCluster(inputs).run()
     for outcome in record.outcomes():
         if outcome != "completed":
             raise InputError("run", f"the simulation ends a request with {outcome!r}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from eldr_sim.planning.runs.shared_runs import Search, side_by_side
+from eldr_sim.planning.runs.run_cache import Search, side_by_side
 from eldr_sim.planning.slo import Verdict
 
 _FASTER = 1.5  #: each step of `highest_rate` from its start is longer by this exponent
@@ -255,14 +255,14 @@ def highest_rate(
     tolerance: float = 0.01,
     high: float = math.inf,
     at_once: int = 1,
-    beaten: Callable[[float], bool] = lambda rate: False,
+    is_dominated: Callable[[float], bool] = lambda rate: False,
 ) -> Search[RateRange | None]:
     """Find the highest rate, requests per second, that meets the objective, to within a relative
     ``tolerance``, and the next that does not (infinite at ``high``); None where ``low`` misses.
 
     ``meets``: monotone; ``factor``: step until one rate meets and the next misses, then the range
-    is narrowed on a logarithmic scale; ``at_once``: rates asked about side by side; ``beaten``:
-    whether the search may stop early."""
+    is narrowed on a logarithmic scale; ``at_once``: rates evaluated side by side;
+    ``is_dominated``: whether the search may stop early."""
 
     good, bad = 0.0, math.inf
 
@@ -281,12 +281,12 @@ def highest_rate(
     while bad == math.inf and good < high:
         rate, factor = good * factor, factor**_FASTER
         yield from ask(min(high, rate * factor**i) for i in range(at_once))
-    while good == 0.0 and bad > low and not beaten(bad):
+    while good == 0.0 and bad > low and not is_dominated(bad):
         rate, factor = bad / factor, factor**_FASTER
         yield from ask(max(low, rate / factor**i) for i in range(at_once))
     if good == 0.0 and bad <= low:
         return None
-    while good * (1.0 + tolerance) < bad < math.inf and not beaten(bad):
+    while good * (1.0 + tolerance) < bad < math.inf and not is_dominated(bad):
         ratio = (bad / good) ** (1.0 / (at_once + 1))
         yield from ask([good * ratio ** (i + 1) for i in range(at_once)])
     return RateRange(good, bad)

@@ -1,7 +1,7 @@
 """Runs shared by searches: each configuration is simulated once, many in parallel.
 
-A search yields the configurations it needs next and is sent their summaries; :meth:`Runs.together`
-advances many in rounds, so that their runs fill the processes."""
+A search yields the configurations it needs next and is sent their summaries;
+:meth:`RunCache.together` advances many in rounds, so that their runs fill the processes."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -19,7 +19,7 @@ Summary: TypeAlias = Mapping[str, Any]
 Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 
 
-class Runs:
+class RunCache:
     """Summaries by configuration; no configuration is run twice.
 
     ``jobs``: see `run_points`; ``progress``: called after every run with the runs done and asked
@@ -39,14 +39,14 @@ class Runs:
         #: How many runs a search is likely to take, if it knows; for the estimate of its time.
         self.expected = 0
         self._made: dict[str, tuple[RunConfig, Summary]] = {}
-        self._telling = False
+        self._reporting = False
 
-    def tell(self) -> None:
+    def report_start(self) -> None:
         """Say on the terminal that a search begins, and what ends it."""
         kept = "nothing is written" if self.journal is None else "--resume goes on with its runs"
         report_phase(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
         tell_of_compiling()
-        self._telling = True
+        self._reporting = True
 
     def __len__(self) -> int:
         return len(self._made)
@@ -65,8 +65,8 @@ class Runs:
             if (summary := known[key].summary) is not None:
                 found[key] = summary
         points = [Point(key, config) for key, config in new.items() if key not in found]
-        if points and self._telling:
-            self._telling = False
+        if points and self._reporting:
+            self._reporting = False
             about = f", about {self.expected} runs" if self.expected else ""
             report_phase(f"simulating{about}")
         with closing(run_points(points, self.jobs)) as outcomes:

@@ -21,7 +21,7 @@ from eldr_sim.kernel_profiles.tables.providers import provided_tables
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import engines
+from eldr_sim.simulator.setup.config import engine_rules
 from eldr_sim.simulator.setup.config.groups import ScalingConfig
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -66,7 +66,7 @@ def least_engines(scaling: ScalingConfig, names: list[str], name: str) -> int:
     return per_pool("min_workers", scaling.min_workers or (1,), names)[name]
 
 
-def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
+def make_engine_spec(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
     """Return what every worker of a pool is: settings that are not given are its engine's."""
     pool = workers.own
     assert pool.gpu is not None
@@ -74,9 +74,9 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     engine, n_engines = pool.engine or config.engine.engine, parallelism.data_parallel_size
     version = pool.engine_version
     kernels = Engine(engine, version or "")
-    padding = config.steps.cudagraph_padding or engines.padding_of(engine, version, n_engines)
-    budget = pool.max_num_batched_tokens or engines.default_budget(engine, gpu, n_engines)
-    rules = engines.rules_of(engine, config.scheduler, budget, n_engines)
+    padding = config.steps.cudagraph_padding or engine_rules.padding_of(engine, version, n_engines)
+    budget = pool.max_num_batched_tokens or engine_rules.default_budget(engine, gpu, n_engines)
+    rules = engine_rules.rules_of(engine, config.scheduler, budget, n_engines)
     drafts = pool.speculative_config
     each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     longest = config.engine.max_model_len or model.max_position_embeddings
@@ -84,7 +84,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     if threshold and not each <= threshold <= longest:
         problem = f"{threshold} of at most {longest} tokens, and {each} a step of decoding"
         raise InputError("long_prefill_token_threshold", problem, f"0 or {each}..{longest}")
-    seats = engines.default_seats(engine, gpu, n_engines)
+    seats = engine_rules.default_seats(engine, gpu, n_engines)
     max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
     if max_num_seqs * each > budget:
         tokens = "" if each == 1 else f" of {each} tokens each"
@@ -150,8 +150,8 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
-    share = engines.memory_share(config.value, engine, pool)
-    held = parallelism, slots * model.n_moe_layers, engines.activation_bytes(engine, version)
+    share = engine_rules.memory_share(config.value, engine, pool)
+    held = parallelism, slots * model.n_moe_layers, engine_rules.activation_bytes(engine, version)
     if experts is not None:
         held = SINGLE_GPU, *experts
     handed_over = config.cluster.n_prefill > 0

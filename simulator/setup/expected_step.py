@@ -57,7 +57,7 @@ def activated(share: FloatArray, tokens: float) -> FloatArray:
     return np.asarray(-np.expm1(tokens * np.log1p(-np.minimum(share, 1.0 - 1e-12))))
 
 
-class MeanWork:
+class ExpectedStep:
     """The mean work of a group's ranks, for any number of tokens. ``engine``: of a pool whose
     engines share experts; ``trace``: whose tokens are served; ``prompts``: whether those of
     prompts."""
@@ -206,7 +206,7 @@ def scaling_facts(
     switch_time: float | Literal["graphs"],
     prepared: PreparedRun,
     workload: Workload,
-    works: Sequence[Mapping[int, Callable[[], MeanWork]]],
+    works: Sequence[Mapping[int, Callable[[], ExpectedStep]]],
     pauses: Mapping[str, Callable[[int, int], float]],
 ) -> ScalingContext:
     """Return what is known of the pools of a run and of its requests. ``works``: who tells the
@@ -254,7 +254,7 @@ def scaling_facts(
     return ScalingContext(tuple(pools), known)
 
 
-def _asked(work: Callable[[], MeanWork], what: str) -> Callable[..., float]:
+def _asked(work: Callable[[], ExpectedStep], what: str) -> Callable[..., float]:
     """Return a question to mean work that is worked out with the first one."""
     return lambda *asked: float(getattr(work(), what)(*asked))
 

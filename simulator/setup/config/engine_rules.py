@@ -214,11 +214,11 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def memory_share(value: Callable[[str], Any], engine: Engine, pool: Pool) -> float:
     """Return ``gpu_memory_utilization`` of a pool's engines: the run's, or their engine's default
     on their GPUs where none was given. ``value``: returns a field of the run by its name."""
-    name, said = "gpu_memory_utilization", value("gpu_memory_utilization")
+    name, given = "gpu_memory_utilization", value("gpu_memory_utilization")
     usual = EngineConfig.model_fields[name].default
     run = {field: value(field) for field in _SHARE}
-    if said != default_fields(run).get(name, usual):
-        return float(said)
+    if given != default_fields(run).get(name, usual):
+        return float(given)
     own = run | {f: v for f in _SHARE if (v := getattr(pool, f, None)) is not None}
     return float(default_fields(own | {"engine": engine}).get(name, usual))
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.control import Control, Ended, Pool, Worker
-from eldr_sim.simulator.reference.cluster import ReferenceCluster
+from eldr_sim.simulator.control.control_api import Control, Pool, RequestOutcome, Worker
 from eldr_sim.simulator.reference.experts import Experts
 from eldr_sim.simulator.reference.front_end import FrontEnd
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.reference.requests import Request, make_requests
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
@@ -167,4 +167,4 @@ class ReferenceControl(Control):
         times = request.sent_s, request.first_token_s, request.finish_s
         told = [time if time >= 0.0 else math.nan for time in times]
         lengths = request.prompt_len, request.output_len
-        self._waited.pop(number).succeed(Ended(number, request.outcome, *lengths, *told))
+        self._waited.pop(number).succeed(RequestOutcome(number, request.outcome, *lengths, *told))

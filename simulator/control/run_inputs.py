@@ -24,7 +24,7 @@ Signatures: TypeAlias = Callable[[Ranges], tuple[int, Array | None]]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What a cluster runs.
 
     ``shards``: the part of the model on one GPU of each pool's workers; ``replay``: bit sets of the

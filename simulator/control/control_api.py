@@ -11,7 +11,7 @@ import simpy
 
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 from eldr_sim.simulator.control.fault_processes import leave, start_faults
 from eldr_sim.simulator.control.growth import grow, set_lengths
 from eldr_sim.simulator.control.record import (
@@ -50,7 +50,7 @@ def parse_worker(text: str, field: str, pools: list[str]) -> Worker:
     return Worker(name, int(number))
 
 
-class Ended(NamedTuple):
+class RequestOutcome(NamedTuple):
     """A request that has ended; times in seconds, NaN where it never came so far."""
 
     number: int
@@ -67,7 +67,7 @@ class Ended(NamedTuple):
         return self.first_token_s - self.sent_s
 
 
-#: Picks what `Ended` tells from a record of a request.
+#: Picks what `RequestOutcome` tells from a record of a request.
 _TOLD = itemgetter(
     *map(
         (state.REQUEST.names or ()).index,
@@ -79,7 +79,7 @@ _TOLD = itemgetter(
 class Pool:
     """The workers of a pool as they are now, by their engines where several are a worker."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: CompiledCluster, number: int) -> None:
         self._cluster = cluster
         pool = cluster.arrays.engines.pools[number]
         self._size = cluster.spec.pools[number].engine.worker_size
@@ -127,7 +127,7 @@ class Control:
     """What processes may do to a cluster. ``arrivals``: whether requests come, and clients give up,
     by the workload, or from when they are sent."""
 
-    def __init__(self, cluster: Cluster, plan: FaultPlan, arrivals: bool = True) -> None:
+    def __init__(self, cluster: CompiledCluster, plan: FaultPlan, arrivals: bool = True) -> None:
         self._patience_s: Floats | None = None
         if not arrivals and plan.cancel_s is not None:
             self._patience_s = plan.cancel_s - cluster.workload.arrival_s
@@ -159,7 +159,7 @@ class Control:
         prefix: Sequence[Hashable] = (),
     ) -> simpy.Event:
         """Send a request now, the next of the workload; returns an event with the request as it
-        `Ended`.
+        `RequestOutcome`.
 
         ``prompt_len``, ``output_len``: tokens, in place of the workload's; ``prefix``: a name for
         each ``block_size`` tokens, shared by prompts that begin with the same names. Raises
@@ -258,7 +258,7 @@ class Control:
     def _ended(self, number: int) -> None:
         outcome, prompt_len, output_len, *at = _TOLD(self.cluster.requests[number].item())
         times = [time if time >= 0.0 else math.nan for time in at]
-        ended = Ended(number, state.OUTCOMES[outcome], prompt_len, output_len, *times)
+        ended = RequestOutcome(number, state.OUTCOMES[outcome], prompt_len, output_len, *times)
         self._waited.pop(number).succeed(ended)
 
     def pool(self, name: str) -> Pool:

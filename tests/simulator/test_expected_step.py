@@ -5,7 +5,7 @@ import pytest
 
 from eldr_sim.simulator.run import placement_of, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.mean_work import MeanWork, activated
+from eldr_sim.simulator.setup.expected_step import ExpectedStep, activated
 from eldr_sim.simulator.setup.prepare import prepare
 
 PROMPT, OUTPUT = 64, 48
@@ -41,7 +41,9 @@ def made(backend, engines, **fields):
 
 def work_of(config, prepared, role="decode"):
     engine = getattr(prepared.spec, role)
-    return MeanWork(engine, placement_of(config, prepared, role), prepared.trace, role == "prefill")
+    return ExpectedStep(
+        engine, placement_of(config, prepared, role), prepared.trace, role == "prefill"
+    )
 
 
 @pytest.mark.parametrize(("backend", "engines", "batch", "fields"), CELLS)

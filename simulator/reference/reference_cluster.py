@@ -12,8 +12,8 @@ import simpy
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import link_rates
 from eldr_sim.simulator.control.fault_processes import start_faults
-from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.reference.clock import ModelClock
 from eldr_sim.simulator.reference.experts import Experts
@@ -34,7 +34,7 @@ Todo = tuple[Callable[[Request], None], Request]
 
 
 class ReferenceCluster:
-    """One run over a workload, as SimPy processes: takes what the compiled `Cluster` takes.
+    """One run over a workload, as SimPy processes: takes what the compiled `CompiledCluster` takes.
 
     ``workers``: the class of a pool's workers, by the pool's name, in place of `Prefiller`,
     `Decoder` or `Colocated`; ``arrivals``: whether the workload's requests come by themselves.
@@ -44,7 +44,7 @@ class ReferenceCluster:
     relocations = None
 
     def __init__(
-        self, inputs: Inputs, workers: Mapping[str, type[Worker]] | None = None,
+        self, inputs: RunInputs, workers: Mapping[str, type[Worker]] | None = None,
         arrivals: bool = True,
     ) -> None:  # fmt: skip
         chosen = workers or {}

@@ -16,13 +16,13 @@ from eldr_sim.errors import EldrSimWarning, InputError, StalledError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import make_groups, make_requests, make_run
-from eldr_sim.simulator.control.asking import Asking
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.policy_calls import PolicyCalls
 from eldr_sim.simulator.control.progress import Progress, left_open
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes
 from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
@@ -37,10 +37,10 @@ from eldr_sim.simulator.setup.streaming import make_prompt_layers
 _EVENTS_A_CALL, _FIRST_CALL = 1 << 17, 1 << 12
 
 
-class Cluster:
+class CompiledCluster:
     """One run of a cluster over a workload: ``inputs``."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: RunInputs) -> None:
         self.inputs, self.spec, self.workload = inputs, inputs.spec, inputs.workload
         self.window, self.time_limit_s = inputs.window, inputs.time_limit_s
         self.requests = make_requests(inputs, inputs.workload)
@@ -63,7 +63,7 @@ class Cluster:
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         self._callback = Callback(partial(_decided, weakref.ref(self)), int(choose.FAIL))
         self.arrays = make_run(inputs, self.requests, self.routers, self._callback.address)
-        self.asking = Asking(inputs, self.routers, self.arrays)
+        self.policy_calls = PolicyCalls(inputs, self.routers, self.arrays)
         self.faults, self.relocations = inputs.faults, inputs.relocations
         self.elastic = {self.spec.names[group.pool]: group for group in inputs.elastic}
         if self.relocations is not None:
@@ -167,8 +167,8 @@ class Cluster:
                 faster = time.perf_counter() - began < self.call_s
                 self.events_a_call = n_events * 2 if faster else max(1, n_events // 2)
                 return why
-            if why == loop.FULL:
-                self.asking.hear()
+            if why == loop.LOG_FULL:
+                self.policy_calls.hear()
                 self._grow_logs()
 
     def world(self) -> Reference:
@@ -230,7 +230,7 @@ class Cluster:
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
         """Return what has happened up to ``end_s`` seconds; what is open remains unserved. ``acts``
         know of requests that were sent again."""
-        self.asking.tell_ends(self.arrays)
+        self.policy_calls.tell_ends(self.arrays)
         clock = self.arrays.clock[0]
         # Copied as bytes, those between the fields included: equal runs have equal records.
         rows = self.requests.view(np.uint8).reshape(len(self.requests), -1)
@@ -305,7 +305,7 @@ class Cluster:
     def decide(self, asked: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
         if asked >= 0:
-            return self.asking.ask(self, asked, request)
+            return self.policy_calls.ask(self, asked, request)
         if asked == loop.WAKE:
             return self._wake()
         if asked == loop.TELL:
@@ -335,7 +335,7 @@ class Cluster:
             self._guest_s[0] = self.env.peek()
 
 
-def _decided(cluster: weakref.ref[Cluster], asked: int, request: int) -> int:
+def _decided(cluster: weakref.ref[CompiledCluster], asked: int, request: int) -> int:
     alive = cluster()
     assert alive is not None, "a cluster lives while it advances"
     return alive.decide(asked, request)

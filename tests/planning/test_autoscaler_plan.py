@@ -8,11 +8,11 @@ import pytest
 
 from eldr_sim import RunConfig
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.runs.runner import with_seed
-from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search import day
+from eldr_sim.planning.search import autoscaler_plan
+from eldr_sim.planning.search.autoscaler_plan import _settings
 from eldr_sim.planning.search.axes import Space
-from eldr_sim.planning.search.day import _settings
 from eldr_sim.planning.search.day_workers import workers_by_period
 from eldr_sim.planning.search.goals import CheapestFleet, find
 from eldr_sim.planning.search.trial import try_cluster
@@ -34,7 +34,7 @@ def answer():
     return find(
         Space(CONFIG),
         CheapestFleet(OBJECTIVE, rules=[RULE, "hpa:interval=0.5,down_s=2"], bounded=True),
-        Runs(1),
+        RunCache(1),
     )
 
 
@@ -48,7 +48,7 @@ def hours(found):
 
 
 def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
-    runs = Runs(1)
+    runs = RunCache(1)
     meet = [
         n
         for n in (1, 2, 3)
@@ -61,7 +61,7 @@ def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
 
 def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
     row = next(row for row in answer.rows if row.policy.startswith("seconds"))
-    runs, found, (first,) = Runs(1), [], row.trial.config.scaling.initial_workers
+    runs, found, (first,) = RunCache(1), [], row.trial.config.scaling.initial_workers
     for least, most in ((1, 2), (1, 3), (2, 3)):
         for word in chain(*_settings(RULE, OBJECTIVE, 30.0, True)):
             config = CONFIG.replace(
@@ -138,7 +138,7 @@ def test_prices_make_it_dollars():
     found = find(
         Space(CONFIG, prices={"h100": 2.0}),
         CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
-        Runs(1),
+        RunCache(1),
     )
     best = found.best
     used = [s["scaling"]["gpu_hours"] for s in best.trial.summaries]
@@ -162,7 +162,7 @@ def test_where_one_worker_serves_all_no_rule_is_run():
     found = find(
         Space(CONFIG.replace(load="ladder:9,12@6")),
         CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
-        Runs(1),
+        RunCache(1),
     )
     assert found.best.policy == "none:n=1"
     assert "none can go" in found.rows[1].reasons[0]
@@ -171,9 +171,9 @@ def test_where_one_worker_serves_all_no_rule_is_run():
 def test_a_setting_that_meets_under_one_seed_alone_gives_way_to_the_next(monkeypatch):
     """The search under one seed passes over the second setting, the leanest that all accept."""
     words = [f"hpa:target={n}.0" for n in (64, 48, 32, 24, 16, 8)]
-    monkeypatch.setattr(day, "_settings", lambda *_: [words])
-    monkeypatch.setattr(day, "_mosts", lambda *_: [(0, 3)])
-    monkeypatch.setattr(day, "_leasts", lambda *_: [(0, 1)])
+    monkeypatch.setattr(autoscaler_plan, "_settings", lambda *_: [words])
+    monkeypatch.setattr(autoscaler_plan, "_mosts", lambda *_: [(0, 3)])
+    monkeypatch.setattr(autoscaler_plan, "_leasts", lambda *_: [(0, 1)])
 
     def of(word, *_):
         return CONFIG.replace(autoscale=word, goodput=OBJECTIVE.level)
@@ -184,7 +184,7 @@ def test_a_setting_that_meets_under_one_seed_alone_gives_way_to_the_next(monkeyp
         scaling = {"gpu_hours": n + 1.0, "cost_per_1000_good": None}
         return {"slo_attainment": attained, "num_prompts": 10_000, "scaling": scaling}
 
-    search = day._best_of("hpa", SimpleNamespace(span_s=30.0, of=of), (0, 2), OBJECTIVE)
+    search = autoscaler_plan._best_of("hpa", SimpleNamespace(span_s=30.0, of=of), (0, 2), OBJECTIVE)
     configs, first = next(search), []
     while configs is not None:
         first += [config.scaling.autoscale for config in configs]
@@ -201,7 +201,7 @@ def test_a_load_that_no_fleet_serves_has_no_answer():
     found = find(
         Space(CONFIG.replace(load="ladder:300@6", topology="2C")),
         CheapestFleet(OBJECTIVE, rules=[RULE], bounded=True),
-        Runs(1),
+        RunCache(1),
     )
     assert found.best is None
     assert "always, attains only" in found.rows[0].reasons[0] or found.rows[0].reasons
@@ -221,7 +221,7 @@ def test_bad_questions(changes, rules, message):
         find(
             Space(CONFIG.replace(**changes)),
             CheapestFleet(OBJECTIVE, rules=rules, bounded=True),
-            Runs(1),
+            RunCache(1),
         )
 
 

@@ -33,7 +33,7 @@ _OF_GROUPS = (
 )  # fmt: skip
 
 
-def without_effect(
+def unused_options(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> list[str]:
     """Return a line for each field that differs from its default and changed nothing."""

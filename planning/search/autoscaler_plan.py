@@ -16,13 +16,13 @@ import numpy as np
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
+from eldr_sim.planning.runs.run_cache import RunCache, Search, Summary, side_by_side
 from eldr_sim.planning.search import candidates
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
 from eldr_sim.planning.search.axes import Axes, Space
 from eldr_sim.planning.search.bounds import bounds
+from eldr_sim.planning.search.monotone_search import cheapest, fewest, smallest
 from eldr_sim.planning.search.rates import check_requests
-from eldr_sim.planning.search.search import cheapest, fewest, smallest
 from eldr_sim.planning.search.shapes import capacity, estimate
 from eldr_sim.planning.search.trial import Trial, try_cluster
 from eldr_sim.planning.slo import Objective, Verdict, paired_percent, t_interval
@@ -45,7 +45,7 @@ _Place = tuple[int, int]  #: of a list of settings, and of a setting in it
 
 
 @dataclass(frozen=True)
-class _Fleets:
+class FleetBounds:
     """Fleets of one shape of workers, of at most ``box`` workers of either kind."""
 
     template: candidates.ClusterTemplate
@@ -74,7 +74,7 @@ class _Fleets:
 def cheapest_fleet(
     space: Space,
     objective: Objective,
-    runs: Runs,
+    runs: RunCache,
     *,
     rules: Sequence[str] = (),
     bounded: bool = False,
@@ -111,14 +111,14 @@ def cheapest_fleet(
     wanted, sizes = space.wanted, (space.tensor_parallel_sizes, space.data_parallel_sizes)
     configs = candidates.clusters_to_plan(config, wanted, space.prices, given=bounded)
     every = list(dict.fromkeys([*names, registry.canonical("scaling", _BESIDE)]))
-    runs.tell()
-    found: list[_Fleets | str] = []
+    runs.report_start()
+    found: list[FleetBounds | str] = []
     for each in configs:
         if bounded:
             found.append(_bounded(each, objective, most))
         else:
             found.append(_likely(each, wanted, objective, most, sizes))
-    rate = next((f.template.bounds.rate for f in found if isinstance(f, _Fleets)), math.nan)
+    rate = next((f.template.bounds.rate for f in found if isinstance(f, FleetBounds)), math.nan)
     check_requests(config, rate)
     searches = [
         _search(each, fleets, every, wanted, objective)
@@ -132,7 +132,7 @@ def cheapest_fleet(
     return Answer(question, tuple(rows), runs, gains=gains)
 
 
-def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Floats) -> _Fleets:
+def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Floats) -> FleetBounds:
     """Return the fleets of a shape; of short loads a fifteenth is the minute."""
     span = float(arrival_s[-1]) if len(arrival_s) else 0.0
     minute = max(1e-9, min(_MINUTE_S, span / 15.0))
@@ -141,10 +141,10 @@ def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Float
         estimate(template.capacity, float(rate), colocated=template.config.cluster.n_prefill == 0)
         for rate in (rates[0], rates.max())
     )
-    return _Fleets(template, box, peak, begin, span)
+    return FleetBounds(template, box, peak, begin, span)
 
 
-def _bounded(config: RunConfig, objective: Objective, max_gpus: int) -> _Fleets | str:
+def _bounded(config: RunConfig, objective: Objective, max_gpus: int) -> FleetBounds | str:
     """Return the fleets within a topology; as text, why there is none."""
     load = load_of(config)
     least = bounds(config, objective, load)
@@ -161,7 +161,7 @@ def _likely(
     objective: Objective,
     max_gpus: int,
     sizes: tuple[Sequence[int], Sequence[int]],
-) -> _Fleets | str:
+) -> FleetBounds | str:
     """Return the fleets of the shape that likely serves the busiest minute at the least cost."""
     candidate = candidates.make_candidate(config, axes, objective, max_gpus, *sizes)
     arrival_s = load_of(config)[0].arrival_s
@@ -177,7 +177,11 @@ def _likely(
 
 
 def _search(
-    config: RunConfig, fleets: _Fleets | str, rules: Sequence[str], axes: Axes, objective: Objective
+    config: RunConfig,
+    fleets: FleetBounds | str,
+    rules: Sequence[str],
+    axes: Axes,
+    objective: Objective,
 ) -> Search[list[Row]]:
     """Return the row of the best fixed fleet, and one of each rule."""
     gpu, label = candidates.gpu_label(config), axes.label(config)
@@ -200,7 +204,7 @@ def _search(
     return rows
 
 
-def _best_fixed(fleets: _Fleets, objective: Objective, row: Row) -> Search[Workers | None]:
+def _best_fixed(fleets: FleetBounds, objective: Objective, row: Row) -> Search[Workers | None]:
     """Find the cheapest fleet that stays as it is, and write it into its row."""
     template, (x_most, y_most) = fleets.template, fleets.box
     trials: dict[Workers, Trial] = {}
@@ -233,7 +237,7 @@ def _best_fixed(fleets: _Fleets, objective: Objective, row: Row) -> Search[Worke
     return state.best
 
 
-def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -> Search[Row]:
+def _best_of(rule: str, fleets: FleetBounds, fixed: Workers, objective: Objective) -> Search[Row]:
     """Find the cheapest fleet of a rule: by its bounds and settings, first under one seed."""
     row, shares = Row("", rule, without="none"), list[float]()
     lists: list[list[RunConfig]] = []  # the leanest setting first
@@ -318,7 +322,7 @@ def _spelled(name: str, known: Parameters, factors: Mapping[str, float]) -> str:
     return spell(name, known.model_copy(update=changed))
 
 
-def _mosts(fleets: _Fleets, fixed: Workers) -> list[Workers]:
+def _mosts(fleets: FleetBounds, fixed: Workers) -> list[Workers]:
     """Return the most workers that rules are tried with: those of the fixed fleet, and more."""
     x, y = (min(most, math.ceil(_MORE * n)) for n, most in zip(fixed, fleets.box, strict=True))
     more, space = (x, y), fleets.template.search_space(math.inf)

@@ -10,9 +10,9 @@ import numpy as np
 
 from eldr_sim.arrays import Bools, Ints
 from eldr_sim.policies.base import RequestInfo, RouterPolicy
-from eldr_sim.simulator.control.arrays import of_all
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.arrays import padded
 from eldr_sim.simulator.control.known_blocks import PublishedBlocks, SentBlocks, matched_tokens
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.plane import choose, loop
 from eldr_sim.simulator.plane.kv.kv_cache import match
 from eldr_sim.simulator.plane.kv.kv_loads import match_tiers
@@ -21,16 +21,18 @@ from eldr_sim.simulator.setup.config.field_types import parse_kv_signal
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 
 
 _NONE, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
 
-class Asking:
+class PolicyCalls:
     """Asks the routers of a cluster, and tells them what they may know, of ``arrays`` as it is."""
 
-    def __init__(self, inputs: Inputs, routers: Sequence[PolicyRouter], arrays: loop.Run) -> None:
+    def __init__(
+        self, inputs: RunInputs, routers: Sequence[PolicyRouter], arrays: loop.Run
+    ) -> None:
         spec, clock, pools = inputs.spec, arrays.clock, arrays.engines.pools
         prefix_tokens, stale = inputs.workload.prefix_block_tokens, spec.signal_interval_s > 0
         self._routers, self._signatures, self._heard = routers, inputs.signatures, 0
@@ -80,7 +82,7 @@ class Asking:
                 router.policy.on_complete(index, worker - router.own.start)
         self._heard = reported
 
-    def ask(self, cluster: Cluster, number: int, request: int) -> int:
+    def ask(self, cluster: CompiledCluster, number: int, request: int) -> int:
         """Ask a router for a worker, or for the rule of requests like this one."""
         router, workload = self._routers[number], cluster.workload
         self.tell_ends(cluster.arrays)
@@ -92,7 +94,7 @@ class Asking:
             router.prepare(members, infos, self._now.item())
             if router.arrays is known:
                 return int(choose.LOOK)
-            arrays = of_all([router.arrays for router in self._routers])
+            arrays = padded([router.arrays for router in self._routers])
             cluster.arrays = cluster.arrays._replace(routers=arrays)
             return int(choose.RETURN)
         now_s, own, seen = self._now.item(), router.own, self._known
@@ -120,7 +122,7 @@ class Asking:
             seen.sent(request, workload.blocks(request).tolist(), chosen, now_s)
         return chosen
 
-    def _info(self, cluster: Cluster, router: int, request: int) -> RequestInfo:
+    def _info(self, cluster: CompiledCluster, router: int, request: int) -> RequestInfo:
         """Return a request as a router sees it: with its signature if the prompt is computed."""
         workload, signature, which, hashes = cluster.workload, None, None, list[int]()
         first = cluster.spec.conditional.entry or cluster.spec.reserves_early
@@ -145,7 +147,7 @@ class Asking:
         )
 
 
-def _signature_rows(cluster: Cluster, request: int) -> Ranges:
+def _signature_rows(cluster: CompiledCluster, request: int) -> Ranges:
     """Return the trace rows that a prompt's signature is the sum of; blocks found in the prefix
     cache carry that of the prompt that was computed into them."""
     workload, engines = cluster.workload, cluster.arrays.engines
