@@ -73,6 +73,72 @@ def formats() -> None:
             click.echo(f"    {line}")
 
 
+@trace.command(short_help="Turn the history of a fleet into the events of a run.")
+@click.argument("fleet", type=click.Path(path_type=Path))
+@option("--log", Path, "Log of the requests that came meanwhile, as for --workload.",
+        required=True, metavar="FILE")  # fmt: skip
+@option(
+    "--columns", None, "Columns of LOG, where its format is unknown, as for run.", metavar="SPEC"
+)
+@option("--topology", None, "The cluster to run, such as 4C or 2P4D.", required=True,
+        metavar="xC|xPyD")  # fmt: skip
+@option("--pool", None, "The pool that the workers of FLEET are in: prefill or decode.",
+        default="decode", metavar="NAME")  # fmt: skip
+@option("--start", None, "Time of the first request on the clock of FLEET, where the log has no "
+        "dates.", metavar="TIME")  # fmt: skip
+@option("--start-up", click.FloatRange(0.0), "Time from a container's start until the worker "
+        "serves, s.", default=0.0, metavar="S")  # fmt: skip
+@option("--out", Path, "YAML file to write, for --events.", default=Path("events.yaml"),
+        metavar="FILE")  # fmt: skip
+@option("--force", bool, "Replace the file in --out.")
+def incident(
+    fleet: Path,
+    log: Path,
+    columns: str | None,
+    topology: str,
+    pool: str,
+    start: str | None,
+    start_up: float,
+    out: Path,
+    force: bool,
+) -> None:
+    """Turn FLEET, the history of a fleet's workers, into the --events of a run (docs/faults.md).
+
+    FLEET is a CSV with the columns time, worker and event (start, stop, fail, restart), the output
+    of `kubectl get events -o json`, or a range export of Prometheus with a series per worker."""
+    from eldr_sim.outputs import whole_file
+    from eldr_sim.simulator.setup.config.pools import pools_of
+    from eldr_sim.traces.requests.logs.fleet_events import events_of, origin_of, read_fleet_events
+    from eldr_sim.traces.requests.logs.request_logs import read_request_log
+
+    pools = pools_of(topology).root
+    if pool not in pools:
+        raise InputError("pool", repr(pool), ", ".join(pools))
+    if out.exists() and not force:
+        raise InputError("out", f"{out} exists", "--force to replace it")
+    history = read_fleet_events(fleet, start_up)
+    requests = read_request_log(log, columns)
+    if not requests.timed:
+        raise InputError("log", f"{log} has no times", "a log of requests with times")
+    origin = origin_of(requests.first_ns, history.changes, start)
+    end_s = float(requests.arrival_s[-1])
+    called = pool if "prefill" in pools else "worker"
+    events, named = events_of(history.changes, called, pools[pool].workers, origin, end_s)
+    click.echo(f"{history.kind}: {len(history.changes)} changes of {len(named)} workers; "
+               f"requests come for {end_s:,.0f} s")  # fmt: skip
+    for why, n in history.left_out.items():
+        click.echo(f"Left out: {n} {why}")
+    for where, name in named.items():
+        click.echo(f"  {where}  {name}")
+    for event in events:
+        click.echo(f"  {json.dumps(event)}")
+    if not events:
+        raise InputError("fleet", f"{fleet}: all workers served while the requests came")
+    with whole_file(out) as file:
+        file.write_text("".join(f"- {json.dumps(event)}\n" for event in events), "utf-8")
+    click.echo(f"Wrote {out}: eldr-sim run --workload {log} --topology {topology} --events {out}")
+
+
 @trace.command()
 @click.argument(
     "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")

@@ -1,6 +1,7 @@
 """Why a result is as it is: where its requests' time went, and what makes two results differ."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +104,41 @@ def explain_run(run: Folder) -> Explanation:
         lines.append(f"Utilisation: {', '.join(used)}")
         if (transfers := limits.get("kv_transfers_per_worker")) is not None:
             lines.append(f"KV transfers in progress on a decode worker: {transfers:.2f}")
+    if faults := summary.get("faults"):
+        lines += _of_faults(faults, run.documents["config"], run.name)
     if band := summary.get("error_band"):
         lines.append(one_line(band))
     return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
+
+
+def _of_faults(faults: Mapping[str, Any], config: Mapping[str, Any], name: str) -> list[str]:
+    """Return a line for each event, and the command that tries what might have helped."""
+    lines = []
+    for event in faults["events"]:
+        kind = "throughput" if event["goodput_before"] is None else "goodput"
+        rates = ((when, event[f"{kind}_{when}"]) for when in ("before", "during", "after"))
+        told = ", ".join(f"{rate:.2f} {when}" for when, rate in rates if rate is not None)
+        recovery = event["time_to_recover_s"]
+        after = "not recovered" if recovery is None else f"recovered after {recovery:.1f} s"
+        lines.append(f"{event['event']}: {kind} {told} req/s; {after}")
+    flat = {name: value for group in config.values() if isinstance(group, Mapping)
+            for name, value in group.items()} | dict(config)  # fmt: skip
+    changes = []
+    if flat.get("retry") != "migrate":
+        changes.append("retry=migrate")
+    if flat.get("health_delay_ms"):
+        changes.append("health_delay_ms=0")
+    if larger := _one_more(flat.get("topology")):
+        changes.append(f"topology={larger}")
+    asked = " ".join(f"--set {change}" for change in changes)
+    lines.append(f"What would have helped: eldr-sim what-if {name} {asked}")
+    return lines
+
+
+def _one_more(topology: object) -> str:
+    """Return a cluster with one worker more in its last pool; empty where it has another form."""
+    match = re.fullmatch(r"((?:\d+P)?)(\d+)([DC])", str(topology))
+    return "" if match is None else f"{match[1]}{int(match[2]) + 1}{match[3]}"
 
 
 def explain_request(run: Folder, number: int) -> Explanation:

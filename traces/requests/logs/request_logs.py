@@ -71,6 +71,7 @@ class RequestLog:
     prefix_block_tokens: int  #: tokens of a prefix block; 0 without block hashes
     n_dropped: int  #: requests left out, as the header says
     checksum: str  #: SHA-256 of the file
+    first_ns: int = 0  #: when the first request came, on the log's clock
     in_order: bool = True  #: whether the file's lines are in order of arrival
     #: Whether the file says when requests come; if not, arrivals are Poisson's at a rate of 1/s.
     timed: bool = True
@@ -502,6 +503,7 @@ def _assemble(file: Path, found: _Found) -> RequestLog:
         prefix_block_tokens=block_tokens,
         n_dropped=sum(left_out.values()),
         checksum=checksum,
+        first_ns=int(when[0]) if timed else 0,
         in_order=in_order,
         timed=timed,
     )
