@@ -26,11 +26,11 @@ class DescribedSchema(GenerateJsonSchema):
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         """Return the schema of a model."""
-        found = super().model_schema(schema)
+        model_schema = super().model_schema(schema)
         for name, field in described_fields(schema["cls"]).items():
-            if field.description and name in found.get("properties", {}):
-                found["properties"][name].setdefault("description", field.description)
-        return found
+            if field.description and name in model_schema.get("properties", {}):
+                model_schema["properties"][name].setdefault("description", field.description)
+        return model_schema
 
 
 @cache
@@ -40,16 +40,16 @@ def _docstrings(kind: type) -> dict[str, str]:
         source = textwrap.dedent(inspect.getsource(kind))
     except (OSError, TypeError):  # made by code, not written
         return {}
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     field: str | None = None
     declared = ast.parse(source).body[0]
     for statement in declared.body if isinstance(declared, ast.ClassDef) else ():
         match statement:
             case ast.Expr(ast.Constant(str(text))) if field is not None:
-                found[field] = inspect.cleandoc(text)
+                docstrings[field] = inspect.cleandoc(text)
         match statement:
             case ast.AnnAssign(ast.Name(name)):
                 field = name
             case _:
                 field = None
-    return found
+    return docstrings

@@ -280,9 +280,9 @@ def _promised(file: IO[bytes], path: Path, field: str) -> int:
     text = (head[10:] if short else b"") + file.read(length - (2 if short else 0))
     try:
         entry = ast.literal_eval(re.sub(r"(\d)L", r"\1", text.decode("latin1")).strip())
-        found = re.match(r"[<>|=]?([a-zA-Z])(\d*)", entry["descr"])
-        assert found is not None
-        width = int(found[2] or 0) * (4 if found[1] == "U" else 1)
+        match = re.match(r"[<>|=]?([a-zA-Z])(\d*)", entry["descr"])
+        assert match is not None
+        width = int(match[2] or 0) * (4 if match[1] == "U" else 1)
         shape = [operator.index(n) for n in entry["shape"]]
         assert min(shape, default=0) >= 0
         return width * math.prod(shape)

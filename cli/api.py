@@ -155,11 +155,11 @@ def like(command: click.Command) -> Callable[[F], F]:
             for param in command.params
             if param.name not in {*_OUTPUT, "config_file"}
         )
-        own = inspect.signature(function)
-        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = inspect.signature(function)
+        first = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = {p.name for p in first}
         options = [inspect.Parameter(n, kind, default=None) for n in names if n not in taken]
-        function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -103,8 +103,10 @@ def compare(
         own = ("policies", "seeds", "jobs")
         values = {name: asked.pop(name) for name in own}
         rest = {k: v for k, v in asked.items() if k not in compare_command.INSTEAD}
-        found = compare_command.compared_values(varied=varied, progress=bar, **values, **rest)
-        return WhatIf(**vars(found))
+        compared_values = compare_command.compared_values(
+            varied=varied, progress=bar, **values, **rest
+        )
+        return WhatIf(**vars(compared_values))
     return Comparison._of(compare_command.compared(progress=bar, **asked))
 
 

@@ -82,7 +82,7 @@ def calibrate(
     files = [path for path in results if not _has_steps(path)]
     with TemporaryDirectory() as work:
         found, configs = results_and_configs(files, config, options)
-        if len({each.engine.model for each in configs}) > 1:
+        if len({config.engine.model for config in configs}) > 1:
             raise InputError("bench", "results of several models", "one model at a time")
         config = configs[0] if configs else config
         of, free = own.of_config(config), own.freed(config)

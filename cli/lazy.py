@@ -56,12 +56,12 @@ class LazyGroup(click.Group):
         """Complete the commands' names, and options, without a call of `get_command` above."""
         from click.shell_completion import CompletionItem
 
-        found = [
+        completion_items = [
             CompletionItem(name, help=command.get_short_help_str())
             for name, command in sorted(self.commands.items())
             if name.startswith(incomplete) and not command.hidden
         ]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        return [*completion_items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands; a plain group does so without a call of `get_command` above."""

@@ -292,7 +292,7 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
 
 
 def _worker_sizes(asked: _Asked) -> list[list[int]]:
-    found = []
+    worker_sizes = []
     given = {"tensor_parallel_size": asked.sizes, "data_parallel_size": asked.engines}
     for field, text in given.items():
         numbers = _integers(field, text)
@@ -302,8 +302,8 @@ def _worker_sizes(asked: _Asked) -> list[list[int]]:
             raise InputError(field, str(text), "1 or more")
         if asked.topology is not None and len(numbers) > 1:
             raise InputError(field, f"{text} for one cluster", "one number")
-        found.append(numbers)
-    return found
+        worker_sizes.append(numbers)
+    return worker_sizes
 
 
 def _axes(asked: _Asked) -> dict[str, list[Any]]:
@@ -351,8 +351,8 @@ def _note_long_log(config: RunConfig) -> None:
     if config.requests.measures_whole_log and config.requests.length_shape is None:
         from eldr_sim.traces.requests.load import named_log
 
-        length, asked = config.effective_output_len, config.requests
-        log = named_log(asked.workload, asked.columns, None, length, asked.time_unit)
+        length, requests = config.effective_output_len, config.requests
+        log = named_log(requests.workload, requests.columns, None, length, requests.time_unit)
         if len(log.arrival_s) > _MANY_REQUESTS:
             click.echo(
                 f"Every run replays all {len(log.arrival_s):,} requests of the log, "
@@ -367,8 +367,8 @@ def _long_output(config: RunConfig) -> float:
 
     from eldr_sim.traces.requests.logs.request_logs import known_log
 
-    asked = config.requests
-    log = known_log(asked.workload, asked.columns, time_unit=asked.time_unit)
+    requests = config.requests
+    log = known_log(requests.workload, requests.columns, time_unit=requests.time_unit)
     return float(np.quantile(log.output_len, 0.9))
 
 
@@ -406,13 +406,13 @@ def _print(answer: Answer, verbose: bool) -> None:
 
     record = answer.record()
     words = plan_words(record, narrow=True)
-    known, tables = record["assumptions"], [words[part] for part in ("rows", "front", "day")]
+    assumptions, tables = record["assumptions"], [words[part] for part in ("rows", "front", "day")]
     click.echo(words["question"])
     left_out = [note for note in record["notes"] if note.startswith("Not searched: ")]
     for note in left_out:
         click.echo(note)
-    if known is not None and known["trace"].get("log_window"):
-        print_log_part(known)
+    if assumptions is not None and assumptions["trace"].get("log_window"):
+        print_log_part(assumptions)
         click.echo(
             "Intervals are over seeds, which draw the routing and random decisions: arrivals and "
             "lengths are the log's in all of them; its blocks say how another day may differ"
@@ -431,8 +431,8 @@ def _print(answer: Answer, verbose: bool) -> None:
             print_table(table.caption, list(table.columns), rows)
     if notes := [note for note in record["notes"] if note not in left_out]:
         click.echo("\n" + "\n".join(notes))
-    if answer.best is not None and known is not None:
-        _print_assumptions(known)
+    if answer.best is not None and assumptions is not None:
+        _print_assumptions(assumptions)
     for warning in record["warnings"]:
         click.echo(f"Warning: {warning}", err=True)
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> float:
     """Read a time such as 90s, 5m or 1.5h."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
         raise InputError("budget", repr(text), "a time such as 90s, 5m or 1h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 @click.command(short_help="Measure the kernels of a GPU, or of the CPU.")

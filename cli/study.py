@@ -95,7 +95,7 @@ def run_figures(
         raise InputError("resume", "no runs are kept without --out", "--out DIR beside it")
     check_out(out, force)
     with_pictures(out is not None)
-    made: list[Reproduction] = []
+    reproductions: list[Reproduction] = []
     share = [0.0, 1.0]  # of the progress: before this figure, and of it
     with kept_runs(out, resume, "reproduction", about) as journal, progress_bar(title) as update:
         runner, known = figures(lambda done: update(share[0] + done * share[1]))
@@ -107,14 +107,14 @@ def run_figures(
             if expected is None:
                 share[:] = at / len(names), 1 / len(names)
             start = time.perf_counter()
-            made.append(known[name]())
+            reproductions.append(known[name]())
             click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
-            _show(made[-1])
+            _show(reproductions[-1])
             if out is not None:
-                write_reproduction(unfinished(out), made[-1])
-                csv.write_csv(claims_table(made), unfinished(out) / "claims.csv")
+                write_reproduction(unfinished(out), reproductions[-1])
+                csv.write_csv(claims_table(reproductions), unfinished(out) / "claims.csv")
         if out is not None:
-            _write(out, force, made, about)
+            _write(out, force, reproductions, about)
 
 
 def _write(out: Path, force: bool, made: list[Reproduction], about: Mapping[str, Any]) -> None:

@@ -407,7 +407,7 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     from eldr_sim.traces.requests.caches.eviction import hit_rates
     from eldr_sim.traces.requests.caches.reuse import reuse_of
     from eldr_sim.traces.requests.load import Load
-    from eldr_sim.traces.requests.requests import make_requests
+    from eldr_sim.traces.requests.request_columns import make_requests
     from eldr_sim.traces.requests.texts import draw_texts
 
     load = Load(str(log), sessions_file=sessions_file)

@@ -31,8 +31,8 @@ from eldr_sim.validation.live.campaign import (
 from eldr_sim.validation.live.engines.servers import EngineOptions
 from eldr_sim.validation.live.engines.setups import SETUPS
 from eldr_sim.validation.live.features.check import check_features
-from eldr_sim.validation.live.features.features import FEATURES
-from eldr_sim.validation.live.report.report import write_report
+from eldr_sim.validation.live.features.feature_setups import FEATURES
+from eldr_sim.validation.live.report.live_report import write_report
 from eldr_sim.validation.live.report.text import headline_table, verdict
 from eldr_sim.validation.published import silicon as form
 from eldr_sim.validation.published.mixtral import OTHERS, mixtral_rows, predict_mixtral
@@ -92,11 +92,11 @@ def silicon(
         return
     with progress_bar("silicon") as update:
         table = form.predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
-    found = errors_of(table, form.GROUPS)
+    errors = errors_of(table, form.GROUPS)
     columns = ["rows", "metric", "n", "ours", "bias", "signed median", "all n", "all rows"]
     columns += ["AIConfigurator"]
     others = form.AICONFIGURATOR.get(model, {})
-    cells = [_error(error, others) for error in found]
+    cells = [_error(error, others) for error in errors]
     print_table("Absolute error, %: median | 90th percentile", columns, cells)
     noise = ", ".join(f"{name.upper()} {a} | {b}" for name, (a, b) in form.REPEATABILITY.items())
     click.echo(f"Runs repeated on another date differ by (%): {noise}")
@@ -115,7 +115,7 @@ def silicon(
     if out is not None:
         with result_folder(out, force) as folder:
             csv.write_csv(table, folder / "rows.csv")
-            summary = {"model": model, "moe_kernel": moe_kernel, "errors": [*map(vars, found)]}
+            summary = {"model": model, "moe_kernel": moe_kernel, "errors": [*map(vars, errors)]}
             write_json(folder / "summary.json", summary)
         click.echo(f"Wrote {out}")
 
@@ -215,7 +215,7 @@ def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     medians = []
     for name in ("", *OTHERS):
         errors = errors_of(table, column=f"{name}_error" if name else "error")
-        medians.append([name or "eldr-sim", *(f"{each.median:.1f}" for each in errors)])
+        medians.append([name or "eldr-sim", *(f"{error.median:.1f}" for error in errors)])
     print_table("Median absolute error, %", ["estimator", "TTFT", "TPOT", "E2E"], medians)
     _write(out, force, "stages.csv", table)
 
@@ -248,15 +248,15 @@ def _forms(
 ) -> None:
     """Print, and perhaps write, the errors of every form."""
     with progress_bar("silicon") as update:
-        found = form.forms_table(rows, target, kernel, update)
+        forms_table = form.forms_table(rows, target, kernel, update)
     cells = [
         [*map(str, list(row.values())[:4]), f"{row['median']:.1f} | {row['p90']:.1f}",
          f"{row['signed_median']:+.1f}"]
-        for row in found.to_pylist()
+        for row in forms_table.to_pylist()
     ]  # fmt: skip
     columns = ["form", "rows", "metric", "n", "median | p90", "signed median"]
     print_table("Absolute error, %", columns, cells)
-    _write(out, force, "forms.csv", found)
+    _write(out, force, "forms.csv", forms_table)
 
 
 def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> list[str]:

@@ -137,8 +137,8 @@ def _key(text: str) -> str:
 def _family(name: str) -> str:
     """Return the family of a cloud's instance type, of any size (``p5`` of ``p5.48xlarge``,
     ``a3-highgpu`` of ``a3-highgpu-8g``); empty for other names."""
-    found = re.fullmatch(r"([a-z0-9-]+)(?:\.\d*(?:xlarge|metal)|-\d+g)", name.lower())
-    return found[1] if found else ""
+    match = re.fullmatch(r"([a-z0-9-]+)(?:\.\d*(?:xlarge|metal)|-\d+g)", name.lower())
+    return match[1] if match else ""
 
 
 def _named(name: str) -> GPU | None:

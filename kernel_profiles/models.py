@@ -596,12 +596,12 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     """Dimensions of a shipped model, by its name or Hugging Face id (`model_names`), or of a
     ``config.json`` on disk or its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
     Raises InputError: neither a known name nor a readable configuration."""
-    path, known = Path(name), _registry()
+    path, registry = Path(name), _registry()
     # A file is a configuration, and so is a folder that has one, whatever they are called.
     on_disk = path.is_file() or (path / "config.json").is_file()
     found = None if on_disk else matching(os.fspath(name), _spellings())
     if found is not None:
-        return known[found]
+        return registry[found]
     if not on_disk and (eight_bits := _in_fp8(os.fspath(name))) is not None:
         return eight_bits
     path = path / "config.json" if path.is_dir() else path
@@ -614,7 +614,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
             raise InputError("model", f"{path}: {where}: {first['msg']}") from None
         except (TypeError, ArithmeticError) as error:
             raise InputError("model", f"{path}: a field cannot be: {error}") from None
-    near = " or ".join(nearest(os.fspath(name), known))
+    near = " or ".join(nearest(os.fspath(name), registry))
     problem = f"unknown model {os.fspath(name)!r}" + (f": did you mean {near}?" if near else "")
     allowed = "a name of `eldr-sim models`, or the path of a Hugging Face config.json"
     raise InputError("model", problem, allowed)

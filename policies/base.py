@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eldr_sim.policies.compiled import CompiledDecisions
     from eldr_sim.policies.eldr.artifact import RoutingArtifact
     from eldr_sim.policies.eldr.signature import FitOptions
-    from eldr_sim.policies.placement.placement import Placement
+    from eldr_sim.policies.placement.expert_placement import Placement
     from eldr_sim.policies.scaling.facts import ScalingContext
     from eldr_sim.traces.routing.calibration import CalibrationSet
     from eldr_sim.traces.routing.gate_scores import PromptScore

@@ -88,8 +88,8 @@ class Rule:
                     (weight * columns[name] for weight, name in parts), np.zeros(len(self._sent))
                 )
             score = score + self.weights[1] * self._sent + self._known
-        found: list[float] = score.tolist()
-        return found
+        scores: list[float] = score.tolist()
+        return scores
 
 
 class StickyRule(NamedTuple):

@@ -360,14 +360,14 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _columns(table: pa.Table) -> dict[str, Floats]:
     """Return the columns of numbers as floats, NaN for null."""
-    found = {}
+    columns = {}
     for name in table.column_names:
         kind = table.schema.field(name).type
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
             column = table.column(name)
             column = column.cast("int8") if pa.types.is_boolean(kind) else column
-            found[name] = numbers(column.cast("float64", safe=False).fill_null(math.nan))
-    return found
+            columns[name] = numbers(column.cast("float64", safe=False).fill_null(math.nan))
+    return columns
 
 
 def _steps_of(run: Folder) -> dict[str, Floats]:

@@ -50,11 +50,13 @@ def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
     """Return the content of ``plan.html``."""
     document = folder.documents["plan"]
     fields = [[name, plain(value)] for name, value in document["config"].items()]
-    known = document["assumptions"]
+    assumptions = document["assumptions"]
     tried = document["clusters"]
     return plan_words(document) | {
         "plan": document,
-        "basis": basis({} if known is None else {"": known}, lambda _: document["warnings"]),
+        "basis": basis(
+            {} if assumptions is None else {"": assumptions}, lambda _: document["warnings"]
+        ),
         "pictures": _pictures(document, colours),
         "shapes": shapes_table(document),
         "tried": _clusters("Clusters tried", document, tried) if tried else None,
@@ -115,8 +117,8 @@ def _rows(document: Record) -> list[dict[str, Any]]:
 
 
 def _question(document: Record) -> str:
-    kind, most = document["kind"], document["max_gpus"]
-    of = "" if most is None else f", up to {most} GPUs"
+    kind, max_gpus = document["kind"], document["max_gpus"]
+    of = "" if max_gpus is None else f", up to {max_gpus} GPUs"
     if kind == "fastest":
         return f"Prompts at once{of}"
     bounds = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in document["slo_ms"].items())
@@ -165,18 +167,18 @@ def _answer(document: Record) -> list[tuple[str, str]]:
                 lines.append((f"One {which}worker less", _lost(lost)))
         if "chunks" in document["answer"]:  # prefill workers alone
             del lines[-2]
-    for each in document["gains"]:
-        against = f"{each['reference']} on {each['gpu']} ({len(each['by_seed'])} paired seeds)"
+    for gain in document["gains"]:
+        against = f"{gain['reference']} on {gain['gpu']} ({len(gain['by_seed'])} paired seeds)"
         if kind == "day":
-            taken = _interval(each["gain"], signs=True)
-            seeds = f"{len(each['by_seed'])} paired seeds"
-            lines.append((each["policy"], f"{taken}% {_unit(document)} ({seeds})"))
+            taken = _interval(gain["gain"], signs=True)
+            seeds = f"{len(gain['by_seed'])} paired seeds"
+            lines.append((gain["policy"], f"{taken}% {_unit(document)} ({seeds})"))
             continue
         if kind == "cluster":
-            text = f"{each['policy']} saves {_interval(each['gain'])} GPUs against {against}"
+            text = f"{gain['policy']} saves {_interval(gain['gain'])} GPUs against {against}"
         else:
-            percent = _interval(each["gain"], signs=True)
-            text = f"{each['policy']} carries {percent}% against {against}"
+            percent = _interval(gain["gain"], signs=True)
+            text = f"{gain['policy']} carries {percent}% against {against}"
         lines.append(("Gain", text))
     return lines + list(_sensitivity(document.get("sensitivity", ())))
 
@@ -246,11 +248,14 @@ def _lost(cluster: Record | None) -> str:
 def _clusters(
     title: str, document: Record, clusters: Sequence[Record], narrow: bool = False
 ) -> Table:
-    kind, redundant = document["kind"], [each.get("num_redundant_experts") for each in clusters]
+    kind, redundant = (
+        document["kind"],
+        [cluster.get("num_redundant_experts") for cluster in clusters],
+    )
     left = _WITHOUT.get(kind, set()) | (_WIDE if narrow else set())
     if len(set(redundant) - {None}) < 2:  # they are paid for in KV blocks
         left |= {"kv_blocks_per_worker"}
-    prompts = any("chunks" in each for each in clusters)
+    prompts = any("chunks" in cluster for cluster in clusters)
     if narrow and not prompts:  # a line of the answer says it
         left |= {"price_per_million_prompt_tokens"}
     asked = "figure" if kind in ("rate", "split") else "name"  # says why a cluster has no figure
@@ -258,12 +263,12 @@ def _clusters(
         key
         for key in PLAN_COLUMNS
         if key not in left
-        and (any(each.get(key) not in (None, []) for each in clusters) or key == asked)
+        and (any(cluster.get(key) not in (None, []) for cluster in clusters) or key == asked)
     ]
     heads = PLAN_COLUMNS | {"figure": f"{_unit(document)} [95% interval]"}
     if prompts:
         heads["policy"] = "strategy"
-    cells = [[_cell(each, key) for key in columns] for each in clusters]
+    cells = [[_cell(cluster, key) for key in columns] for cluster in clusters]
     return table(title, [heads[key] for key in columns], cells)
 
 
@@ -322,7 +327,7 @@ def _pictures(document: Record, colours: Colours) -> list[Picture]:
         what = {"cluster": "GPUs saved", "day": f"{_unit(document)}, %"}.get(
             kind, "gain in rate, %"
         )
-        drawn = [_dot(each, each["gain"], colours) for each in gains]
+        drawn = [_dot(gain, gain["gain"], colours) for gain in gains]
         pictures.append(intervals("Gain", f"{what}, against {gains[0]['reference']}", drawn))
     return pictures
 

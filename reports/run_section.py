@@ -182,7 +182,7 @@ def _parts(folders: Sequence[Folder], summaries: Summaries) -> list[Table]:
     columns = ["figure", *(["value"] if len(summaries) == 1 else summaries)]
     bounds = (f.documents["config"]["config"].get("goodput") or {} for f in folders)
     none = "none, so there is no SLO attainment and no goodput"
-    levels = dict.fromkeys(", ".join(bounds_in_words(each)) or none for each in bounds)
+    levels = dict.fromkeys(", ".join(bounds_in_words(bound)) or none for bound in bounds)
     tables = []
     for title in titles:
         if title in elsewhere:

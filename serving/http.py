@@ -74,9 +74,12 @@ class Intake:
         """Serve a request with a body, a middleware; raises Refused beyond the limit."""
         if request.method != "POST":
             return await handler(request)
-        most = self.limits.max_concurrent_requests
-        if self.n_requests >= most:
-            raise Refused(429, f"{most} requests are in progress (--max-concurrent-requests)")
+        max_concurrent_requests = self.limits.max_concurrent_requests
+        if self.n_requests >= max_concurrent_requests:
+            raise Refused(
+                429,
+                f"{max_concurrent_requests} requests are in progress (--max-concurrent-requests)",
+            )
         self.n_requests += 1
         self._held[id(request)] = 0
         task = asyncio.current_task()

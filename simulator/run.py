@@ -182,22 +182,22 @@ def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
     check_scaling(config.scaling, config.faults, config.pools)
     workload, _ = offered_load(config, None)
     _faults(config, prepared.spec, workload)
-    made = policies_of(config, prepared)
-    made.queue_order()
+    policies = policies_of(config, prepared)
+    policies.queue_order()
     if config.cluster.n_prefill:
-        made.prefill(workload)
+        policies.prefill(workload)
     if not config.cluster.generates:
         return
     clusters = False
     for router in range(1 if config.cluster.n_prefill else 0, len(prepared.spec.routers)):
         try:
-            policy = made.decode(workload, no_replay(), router)
+            policy = policies.decode(workload, no_replay(), router)
             clusters = policy.artifact is not None
         except RoutingNeeded as needed:  # another package's policy may read them in any order
             clusters = needed.fits or not is_built_in("decode", config.policies.policy)
     placing.check_placements(prepared, config.requests.seed, clusters)
     if not config.cluster.n_prefill and needs("policy", config.policies.policy).signature:
-        raise made.refuse_signatures()
+        raise policies.refuse_signatures()
 
 
 def reference_of(

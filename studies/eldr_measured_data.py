@@ -121,9 +121,9 @@ def variants(folders: list[Path]) -> Rows:
         for (variant, rate), of in own.groupby(["variant", "rate"], sort=False):
             row = {"figure": str(figure), "variant": f"{variant}, {rate:g}/s"}
             row |= {f"{load}, {m}": "-" for load in ("Task", "Language") for m in SHORT.values()}
-            for each in records(of):
-                place = f"{each['dataset'].capitalize()}, {each['model']}"
-                row[place] = VARIANT.format(**each)
+            for record in records(of):
+                place = f"{record['dataset'].capitalize()}, {record['model']}"
+                row[place] = VARIANT.format(**record)
             rows.append(row)
     return rows
 

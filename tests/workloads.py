@@ -3,7 +3,7 @@
 import os
 
 from eldr_sim.traces.requests.load import Load
-from eldr_sim.traces.requests.requests import make_requests
+from eldr_sim.traces.requests.request_columns import make_requests
 from eldr_sim.traces.workload import join_routing
 
 

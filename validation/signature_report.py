@@ -155,10 +155,12 @@ def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
         axes.plot(*peak, "*", markersize=15, color=f"C{i}")
         place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"N* = {fit.greedy.n_kept}", peak, fontsize=8, **place)
-        own = fit.artifact
-        if own.mask_rule != "greedy":
-            label = f"{workload}: mask {own.mask_rule}"
-            axes.plot(own.n_kept, own.rho[own.n_kept - 1], "x", color=f"C{i}", label=label)
+        artifact = fit.artifact
+        if artifact.mask_rule != "greedy":
+            label = f"{workload}: mask {artifact.mask_rule}"
+            axes.plot(
+                artifact.n_kept, artifact.rho[artifact.n_kept - 1], "x", color=f"C{i}", label=label
+            )
     axes.margins(y=0.15)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -174,6 +176,6 @@ def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
         axes.plot(*plane.centroids.T, "kX", markersize=9, markeredgecolor="white", label="centroid")
         shares = [f"PC {i + 1} ({100 * share:.1f}%)" for i, share in enumerate(plane.explained)]
         axes.set(xlabel=shares[0], ylabel=shares[1])
-        own = fit.artifact
-        how = f"K = {own.n_decoders}, {own.transform}, {own.clustering}"
-        axes.set_title(f"{workload}: {own.n_calibration} requests, {how}", fontsize=9)
+        artifact = fit.artifact
+        how = f"K = {artifact.n_decoders}, {artifact.transform}, {artifact.clustering}"
+        axes.set_title(f"{workload}: {artifact.n_calibration} requests, {how}", fontsize=9)

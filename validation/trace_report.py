@@ -203,10 +203,16 @@ def _rows_of(**columns: Sequence[Any]) -> list[Row]:
 
 def _distinct_rows(statistics: TraceStatistics) -> list[Row]:
     return [
-        {"group": each.group, "batch": each.batch, "batches_of": kind, "distinct_experts": value}
-        for each in statistics.distinct_experts
+        {
+            "group": distinct_expert.group,
+            "batch": distinct_expert.batch,
+            "batches_of": kind,
+            "distinct_experts": value,
+        }
+        for distinct_expert in statistics.distinct_experts
         for kind, value in (
-            {"uniform": each.uniform, "mixed": each.mixed} | each.same_domain
+            {"uniform": distinct_expert.uniform, "mixed": distinct_expert.mixed}
+            | distinct_expert.same_domain
         ).items()
     ]
 
@@ -220,11 +226,11 @@ def _layer_rows(statistics: TraceStatistics) -> list[Row]:
 
 
 def _js_rows(statistics: TraceStatistics) -> list[Row]:
-    found = statistics.domain_divergence
+    domain_divergence = statistics.domain_divergence
     return [
         {"domain": a, "other": b}
-        | {"js_bits": found.split_half.get(a, float("nan")) if a == b else value}
-        for a, row in found.between.items()
+        | {"js_bits": domain_divergence.split_half.get(a, float("nan")) if a == b else value}
+        for a, row in domain_divergence.between.items()
         for b, value in row.items()
     ]
 

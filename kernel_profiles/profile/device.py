@@ -157,9 +157,9 @@ def _cpu_cache() -> int:
     """Bytes of the largest cache that core 0 sees; 32 MiB where the system does not say."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        found = re.fullmatch(r"(\d+)([KM])", path.read_text().strip())
-        if found:
-            sizes.append(int(found[1]) << {"K": 10, "M": 20}[found[2]])
+        match = re.fullmatch(r"(\d+)([KM])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20}[match[2]])
     return max(sizes, default=32 << 20)
 
 

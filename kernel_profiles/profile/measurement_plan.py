@@ -213,8 +213,8 @@ class _MoELayer:
         self, point: MoEPoint, modes: list[tuple[Mode, str]], rotate: bool, workbench: Workbench
     ) -> Outcome:
         bench = workbench.bench(self.group, self.shape, self.kernel)
-        own, dtype = bench.kernel, MOE_DTYPES[self.shape.dtype]
-        about = (self.identity, dtype, own.kernel_source, own.framework)
+        kernel, dtype = bench.kernel, MOE_DTYPES[self.shape.dtype]
+        about = (self.identity, dtype, kernel.kernel_source, kernel.framework)
         row: dict[str, Any] = {"batch": point.batch, "distinct_experts": point.distinct}
         row["routing"] = point.routing
         timed = ((where, bench.time(point, mode, rotate=rotate)) for mode, where in modes)
@@ -283,11 +283,14 @@ def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     source = attention.KERNEL_SOURCE
     for target in targets:
-        most = target.model.max_position_embeddings
+        max_position_embeddings = target.model.max_position_embeddings
         for shape in target.attention_shapes:
             group = f"attention {_name(shape)}"
             for batch, context in product(batches, contexts):
-                if attention.kv_bytes(shape, batch, context) > room or context > most:
+                if (
+                    attention.kv_bytes(shape, batch, context) > room
+                    or context > max_position_embeddings
+                ):
                     continue
                 level = 0 if batch in (1, 16, 128) and context in (64, 1024, 16384) else 1
                 make = partial(attention.decode_rounds, shape, batch, context, device)
@@ -295,7 +298,7 @@ def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task
                 name = f"decode {batch}x{context}"
                 yield _timed(name, group, level, "attention_decode", shape, row, source, make)
             for batch, tokens in product((1, 4, 16), (16, 64, 256, 1024, 2048, 4096, 8192, 16384)):
-                if batch * tokens > prompt or tokens > most:
+                if batch * tokens > prompt or tokens > max_position_embeddings:
                     continue
                 level = 0 if batch == 1 and tokens in (16, 256, 2048, 16384) else 1
                 make = partial(attention.prefill_rounds, shape, batch, tokens, device)
@@ -303,7 +306,7 @@ def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task
                 name = f"prefill {batch}x{tokens}"
                 yield _timed(name, group, level, "attention_prefill", shape, row, source, make)
             for tokens, context in product((64, 512), (1024, 2048, 8192, 32768)):
-                if shape["window"] or context > min(longest, most):
+                if shape["window"] or context > min(longest, max_position_embeddings):
                     continue
                 make = partial(attention.chunk_rounds, shape, tokens, context, device)
                 row = {"new_tokens": tokens, "context": context}

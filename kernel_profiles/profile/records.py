@@ -62,14 +62,14 @@ def tables_of(
     for record in records:  # a point measured again replaces the earlier figure
         point = tuple(record.row.values())
         groups.setdefault(record.table, {})[point] = record
-    made = []
+    tables = []
     for group in groups.values():
         rows = [group[point] for point in sorted(group)]
         if rows[0].kind == "gemm":
             rows = _whole_gemm_rows(rows)
         if rows:
-            made.append((rows[0].folder, _table(rows, gpu, facts)))
-    return made
+            tables.append((rows[0].folder, _table(rows, gpu, facts)))
+    return tables
 
 
 def _whole_gemm_rows(rows: Sequence[Record]) -> list[Record]:

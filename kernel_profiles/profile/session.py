@@ -258,10 +258,10 @@ def write(
     """Write tables, ``gpu.json`` and ``profile.json``; each file appears whole or not at all."""
     out = journal.path.parent
     bandwidth, flops = journal.header["copy_bandwidth"], journal.header["gemm_flops"]
-    made = tables_of(journal.records, device.name, device.facts)
+    tables = tables_of(journal.records, device.name, device.facts)
     fits: dict[str, Any] = {}
     paths, incomplete, found = [], {}, []
-    for folder, table in made:
+    for folder, table in tables:
         name = table_name(table.metadata)
         reason = "" if folder == HOT else unusable(table)  # a few points, compared one by one
         if reason:
@@ -277,7 +277,7 @@ def write(
             paths.append(out / name)
             found += differences(table, device.cache_bytes)
     by_folder: dict[str, list[LatencyTable]] = {}
-    for folder, table in made:
+    for folder, table in tables:
         by_folder.setdefault(folder, []).append(table)
     coverage: dict[str, dict[str, int]] = {}
     for task in tasks:

@@ -158,13 +158,13 @@ def best_tables(
     found: list[LatencyTable] = []
     for name in dict.fromkeys((engine.name, *ENGINES)):
         whose = engine if name == engine.name else Engine(name)
-        known = {_kernel(table) for table in found}
+        kernels = {_kernel(table) for table in found}
         tables = (
             _gpu_tables(gpu, whose)
             if model is None
             else _model_tables(gpu, model, parallelism, kv_dtypes, whose, "all")
         )
-        found += [table for table in tables if _kernel(table) not in known]
+        found += [table for table in tables if _kernel(table) not in kernels]
     return found
 
 

@@ -77,9 +77,9 @@ def _padded_grid(grid: Floats, sizes: Ints) -> Floats:
     """Return a table ``[tokens + 1, experts + 1]`` whose padding rows choose experts, too."""
     n_experts = grid.shape[1] - 1
     counts = np.arange(n_experts + 1.0)
-    found = grid.copy()
+    padded_grid = grid.copy()
     for tokens in range(1, min(len(sizes), len(grid))):
         graph = min(sizes[tokens], len(grid) - 1)
         activated = grown(counts, n_experts, graph / tokens)
-        found[tokens] = np.interp(activated, counts, grid[graph])
-    return found
+        padded_grid[tokens] = np.interp(activated, counts, grid[graph])
+    return padded_grid

@@ -101,8 +101,8 @@ def _small_kernels(model: ModelDims) -> int:
 
 def small_kernel_s(gpu: GPU) -> float:
     """Return what a small kernel takes in a CUDA graph: the GPU's, its sibling's, or H100's."""
-    known: dict[str, float] = _SMALL_KERNELS["seconds"]
-    return known.get(gpu.name) or known.get(gpu.sibling, known["H100"])
+    seconds: dict[str, float] = _SMALL_KERNELS["seconds"]
+    return seconds.get(gpu.name) or seconds.get(gpu.sibling, seconds["H100"])
 
 
 _SMALL_KERNELS = shipped_json("small_kernels")
@@ -167,8 +167,8 @@ class Parts:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
             if residual_bytes(self.model):
-                said = roofline.efficiency_of(gpu).source
-                self.provenance["residual_streams"] = format.provenance_of("roofline", said)
+                source = roofline.efficiency_of(gpu).source
+                self.provenance["residual_streams"] = format.provenance_of("roofline", source)
 
     def _table(
         self, kind: format.Kind, model: ModelDims | None = None, **asked: Any
@@ -255,8 +255,10 @@ class Parts:
         if rates is not None and self.moe_backend in ("auto", "triton"):
             # vLLM looks for a file of the experts that a GPU holds.
             experts = model.n_experts // self.parallelism.n_expert_ranks
-            columns, own = model.expert_intermediate_size, model.expert_dtype
-            tuned = tuned_tiles(self.gpu.name, experts, columns) if own == "bfloat16" else {}
+            columns, expert_dtype = model.expert_intermediate_size, model.expert_dtype
+            tuned = (
+                tuned_tiles(self.gpu.name, experts, columns) if expert_dtype == "bfloat16" else {}
+            )
             tiled = triton_moe(model, rates, bound.token_s / model.top_k, tuned)
             if tiled is not None:
                 kernel = f"Triton, vLLM's {'tuned' if tuned else 'default'} tiles"
@@ -383,21 +385,21 @@ class Parts:
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
         n_gpus = self._in_a_node
-        found: dict[str, CollectiveLatency] = {}
+        collectives: dict[str, CollectiveLatency] = {}
         if n_gpus == 1:
-            return found
+            return collectives
         for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
             table = self._table("collective", dtype=dtype)
             if table is None:
                 continue
             latency = CollectiveLatency.from_table(table)
             if ("all_reduce", n_gpus) in latency.curves:
-                found[name] = latency
+                collectives[name] = latency
                 self.warnings += latency.warnings["all_reduce", n_gpus]
                 self._record("collectives", table)
-        if "nccl" not in found:
+        if "nccl" not in collectives:
             self._record_roofline("collectives")
-        return found
+        return collectives
 
     @property
     def _in_a_node(self) -> int:
@@ -454,7 +456,7 @@ class Parts:
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
-        model, found = self.model, []
+        model, attention = self.model, []
         for sliding, layers, shape in format.attention_shapes(model):
             chooses = model.attention == "mla" or "index_topk" in shape
             kind = model if chooses else _attending_to_all(model)
@@ -469,7 +471,7 @@ class Parts:
             pairs_s += least.index_pair_s * bounds.causal_pairs(tokens)
             decode = replace(decode, least=least)
             prefill = prefill.no_less(pairs_s, least.index_s or least.token_s)
-            found.append((layers, decode, prefill))
+            attention.append((layers, decode, prefill))
             if not sliding:
                 self.rereads.append((layers, prefill))
         if model.n_linear_layers:
@@ -481,7 +483,7 @@ class Parts:
             decode = replace(decode, seconds=raised)
             prefill = prefill.no_less(token_s * np.arange(max_tokens + 1.0), 0.0)
             self.states = model.n_linear_layers, decode, prefill
-        return found
+        return attention
 
     def _measured(
         self, part: str, shape: dict[str, int], max_tokens: int, dtype: str | None = None

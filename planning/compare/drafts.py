@@ -107,8 +107,12 @@ class DraftComparison(Written):
         """Return which drafts are compared, in words."""
         *some, last = map(str, sorted({row.drafts for row in self.rows}))
         numbers = f"{', '.join(some)} and {last}" if some else last
-        given = self.config.steps.speculative_config
-        drafter = "" if given is None else f" of {given.model or given.method}"
+        speculative_config = self.config.steps.speculative_config
+        drafter = (
+            ""
+            if speculative_config is None
+            else f" of {speculative_config.model or speculative_config.method}"
+        )
         return f"{numbers} draft{'' if numbers == '1' else 's'}{drafter} against none"
 
     def record(self) -> dict[str, Any]:
@@ -142,18 +146,21 @@ def compare_drafts(
     """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`.
 
     ``drafts`` may hold 0, which is none and always runs."""
-    given = config.steps.speculative_config
+    speculative_config = config.steps.speculative_config
     short = InputError("drafts", "no answer has a second token to draft", "--output-len 2 or more")
     if config.requests.output_len == 1:
         raise short
-    if given is None:
+    if speculative_config is None:
         raise InputError("drafts", "no method or model is given", "--speculative-config beside it")
     if not concurrencies or any(not 1 <= value <= 65536 for value in concurrencies):
         raise InputError("concurrencies", f"{list(concurrencies)}", "numbers of 1 to 65536")
-    cut = {k: given.cut(k) for k in sorted({0, *drafts})}
+    cut = {k: speculative_config.cut(k) for k in sorted({0, *drafts})}
     if len(cut) < 2:
-        problem, most = "only 0, which is the reference", given.num_speculative_tokens
-        raise InputError("drafts", problem, f"one or more of 1 to {most} as well")
+        problem, num_speculative_tokens = (
+            "only 0, which is the reference",
+            speculative_config.num_speculative_tokens,
+        )
+        raise InputError("drafts", problem, f"one or more of 1 to {num_speculative_tokens} as well")
     configs: dict[tuple[int, int], RunConfig] = {}
     for concurrency in sorted(set(concurrencies)):
         requests = config.requests.num_requests or max(24, _REQUESTS * concurrency)

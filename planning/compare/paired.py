@@ -94,7 +94,7 @@ def run_paired(
             progress(done / asked)
 
     runs = RunCache(jobs, share)
-    runs.summaries([config for own in seeds.values() for config in own])  # all side by side
+    runs.summaries([config for seed in seeds.values() for config in seed])  # all side by side
     return PairedRuns({name: tuple(runs.summaries(own)) for name, own in seeds.items()})
 
 

@@ -145,22 +145,22 @@ def launch_files(
         f"{rate:.4g} requests/s of {prompt} tokens in and {output} out (means).",
         "Nothing here was tried on a cluster; put your own in the place of REPLACE_ME.",
     )
-    made = deployment_of(config, head)
+    deployment = deployment_of(config, head)
     files: dict[str, str] = {}
     makers: dict[str, Callable[[], dict[str, str]]] = {
-        "vllm.sh": lambda: {"vllm.sh": script(made, VLLM)},
-        "sglang.sh": lambda: {"sglang.sh": script(made, SGLANG)},
-        "trtllm": lambda: trtllm_files(made),
-        "llm-d-values.yaml": lambda: {"llm-d-values.yaml": llm_d_values(made)},
-        "dynamo.yaml": lambda: {"dynamo.yaml": dynamo_graph(made)},
+        "vllm.sh": lambda: {"vllm.sh": script(deployment, VLLM)},
+        "sglang.sh": lambda: {"sglang.sh": script(deployment, SGLANG)},
+        "trtllm": lambda: trtllm_files(deployment),
+        "llm-d-values.yaml": lambda: {"llm-d-values.yaml": llm_d_values(deployment)},
+        "dynamo.yaml": lambda: {"dynamo.yaml": dynamo_graph(deployment)},
     }
     for name, make in makers.items():
         try:
             files |= make()
         except InputError as error:
             files[f"{name}.txt"] = f"Not made: {error.problem} (there is {error.allowed}).\n"
-    files["router.sh"] = _router(made)
-    files[MARKER] = _bench(made, prompt, output, rate)
+    files["router.sh"] = _router(deployment)
+    files[MARKER] = _bench(deployment, prompt, output, rate)
     return files
 
 

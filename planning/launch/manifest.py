@@ -280,7 +280,7 @@ def _list(value: Any, name: str) -> list[Mapping[str, Any]]:
 
 def _production_stack(document: Mapping[str, Any]) -> Manifest:
     """Read values of vLLM's production stack: ``servingEngineSpec.modelSpec``."""
-    found, spec = Manifest("vLLM production-stack", []), document["servingEngineSpec"]
+    manifest, spec = Manifest("vLLM production-stack", []), document["servingEngineSpec"]
     options = {
         "tensorParallelSize": "--tensor-parallel-size", "maxModelLen": "--max-model-len",
         "pipelineParallelSize": "--pipeline-parallel-size", "maxNumSeqs": "--max-num-seqs",
@@ -297,25 +297,25 @@ def _production_stack(document: Mapping[str, Any]) -> Manifest:
             elif key == "enablePrefixCaching":
                 words.append("--enable-prefix-caching" if value else "--no-enable-prefix-caching")
             elif key not in ("extraArgs", "v1", "enableChunkedPrefill"):
-                found.left_out.append(f"{name}: vllmConfig.{key}")
+                manifest.left_out.append(f"{name}: vllmConfig.{key}")
         words += [_filled(str(word)) for word in config.get("extraArgs") or ()]
         cache = _mapping(each.get("lmcacheConfig"), "lmcacheConfig")
         if cache.get("enabled") and not cache.get("kvRole"):
-            found.left_out.append(f"{name}: lmcacheConfig (--kv-tier says what a tier is)")
-        _gpu(found, each.get("nodeSelector"))
+            manifest.left_out.append(f"{name}: lmcacheConfig (--kv-tier says what a tier is)")
+        _gpu(manifest, each.get("nodeSelector"))
         gpus = each.get("requestGPU")
         if isinstance(gpus, float) and not gpus.is_integer():
-            found.left_out.append(f"{name}: requestGPU {gpus:g} (a whole one)")
+            manifest.left_out.append(f"{name}: requestGPU {gpus:g} (a whole one)")
             gpus = None
         gpus = None if gpus is None else _count(gpus, "requestGPU")
         replicas = _count(each.get("replicaCount"), "replicaCount")
         place, model = _place([*words, str(cache.get("kvRole"))]), each.get("modelURL")
         role = Role(name, place, replicas, "vllm", tuple(words), model and str(model), gpus)
-        found.roles.append(role)
-    if len({role.model for role in found.roles}) > 1:
+        manifest.roles.append(role)
+    if len({role.model for role in manifest.roles}) > 1:
         raise InputError("from_manifest", "several models", "one model")
-    _policy(found, _mapping(document.get("routerSpec"), "routerSpec").get("routingLogic"))
-    return found
+    _policy(manifest, _mapping(document.get("routerSpec"), "routerSpec").get("routingLogic"))
+    return manifest
 
 
 def _policy(found: Manifest, name: Any) -> None:
@@ -330,7 +330,7 @@ def _policy(found: Manifest, name: Any) -> None:
 
 def _llm_d(document: Mapping[str, Any]) -> Manifest:
     """Read values of llm-d's modelservice: ``prefill`` and ``decode``."""
-    found = Manifest("llm-d modelservice", [])
+    manifest = Manifest("llm-d modelservice", [])
     artifacts = _mapping(document.get("modelArtifacts"), "modelArtifacts")
     model = artifacts.get("name") or artifacts.get("uri")
     prefill = _mapping(document.get("prefill"), "prefill")
@@ -339,7 +339,7 @@ def _llm_d(document: Mapping[str, Any]) -> Manifest:
         spec = _mapping(document.get(place), place)
         if not spec or not spec.get("create", True):
             continue
-        _gpu(found, spec.get("nodeSelector"))
+        _gpu(manifest, spec.get("nodeSelector"))
         parallel = _mapping(spec.get("parallelism"), "parallelism")
         words: list[str] = []
         for key, option in (("tensor", "tensor"), ("tensorParallel", "tensor"),
@@ -352,14 +352,14 @@ def _llm_d(document: Mapping[str, Any]) -> Manifest:
         engine, options = given[0] if given else ("vllm", ())
         replicas = _count(spec.get("replicas"), "replicas")
         where, name = (place if apart else "serve"), None if model is None else str(model)
-        found.roles.append(Role(place, where, replicas, engine, (*words, *options), name))
-    found.left_out.append("plugins of the endpoint picker (--policy llmd is their usual rule)")
-    return found
+        manifest.roles.append(Role(place, where, replicas, engine, (*words, *options), name))
+    manifest.left_out.append("plugins of the endpoint picker (--policy llmd is their usual rule)")
+    return manifest
 
 
 def _dynamo(document: Mapping[str, Any]) -> Manifest:
     """Read a DynamoGraphDeployment, of ``v1beta1`` (components) or ``v1alpha1`` (services)."""
-    found, spec = Manifest("DynamoGraphDeployment", []), _mapping(document.get("spec"), "spec")
+    manifest, spec = Manifest("DynamoGraphDeployment", []), _mapping(document.get("spec"), "spec")
     listed = _list(spec.get("components"), "components")
     components = [(str(each.get("name")), each) for each in listed]
     services = _mapping(spec.get("services"), "services")
@@ -375,9 +375,9 @@ def _dynamo(document: Mapping[str, Any]) -> Manifest:
         if command is None:
             words = " ".join(map(str, [*(main.get("command") or []), *(main.get("args") or [])]))
             mode = re.search(r"--router-mode[= ](\S+)", words)
-            _policy(found, mode and mode[1])
+            _policy(manifest, mode and mode[1])
             if kind not in ("frontend", "main"):
-                found.left_out.append(f"{name} ({kind})")
+                manifest.left_out.append(f"{name} ({kind})")
             continue
         engine, options = command
         place = _place(options, kind if kind in ("prefill", "decode") else "")
@@ -387,24 +387,24 @@ def _dynamo(document: Mapping[str, Any]) -> Manifest:
         limits = _mapping(resources.get("limits"), name)
         gpus = limits.get("gpu") or limits.get("nvidia.com/gpu")
         gpus = None if gpus is None else _count(gpus, "gpu") * nodes
-        found.roles.append(Role(name, place, replicas, engine or backend, options, None, gpus))
-    places = {role.place for role in found.roles}
+        manifest.roles.append(Role(name, place, replicas, engine or backend, options, None, gpus))
+    places = {role.place for role in manifest.roles}
     if places == {"serve", "prefill"}:  # what decodes is often named by nothing
-        found.roles = [
+        manifest.roles = [
             Role(**{**vars(role), "place": "decode"}) if role.place == "serve" else role
-            for role in found.roles
+            for role in manifest.roles
         ]
-    return found
+    return manifest
 
 
 def _compose(document: Mapping[str, Any]) -> Manifest:
     """Read a file of docker compose."""
-    found = Manifest("docker compose", [])
+    manifest = Manifest("docker compose", [])
     for name, each in _mapping(document.get("services"), "services").items():
         service = _mapping(each, str(name))
         command = _command(service)
         if command is None:
-            found.left_out.append(f"service {name}")
+            manifest.left_out.append(f"service {name}")
             continue
         engine, options = command
         deploy = _mapping(service.get("deploy"), "deploy")
@@ -416,8 +416,8 @@ def _compose(document: Mapping[str, Any]) -> Manifest:
                 for d in devices if d.get("count") != "all"]  # fmt: skip
         total = sum(gpus) if gpus else None
         role = Role(str(name), _place(options), replicas, engine, options, None, total)
-        found.roles.append(role)
-    return found
+        manifest.roles.append(role)
+    return manifest
 
 
 _KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[..., Manifest]], ...] = (

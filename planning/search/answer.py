@@ -255,8 +255,8 @@ class Answer(Written):
         """What a reader of the figures must know, a line each."""
         if self.best is None or self.best.trial is None:
             return ()
-        found = {row.trial.summaries[0]["weakest_provenance"] for row in self.rows if row.trial}
-        mixed = f"the candidates' step times are {' and '.join(sorted(found))}: differences "
+        labels = {row.trial.summaries[0]["weakest_provenance"] for row in self.rows if row.trial}
+        mixed = f"the candidates' step times are {' and '.join(sorted(labels))}: differences "
         mixed += "between them are also differences between sources"
         # What one cluster has no use for may have decided between others.
         summary = self.best.trial.summaries[0]
@@ -266,8 +266,8 @@ class Answer(Written):
             for line in summary.get("without_effect", ())
             if all(line in each for each in everywhere) and not line.endswith(NO_TOKEN)
         ]
-        own = warnings_of({**summary, "without_effect": idle})
-        return (*([mixed] if len(found) > 1 else []), *_of_blocks(self), *own)
+        warnings = warnings_of({**summary, "without_effect": idle})
+        return (*([mixed] if len(labels) > 1 else []), *_of_blocks(self), *warnings)
 
     def headline(self) -> Headline:
         """Return the best cluster of each candidate."""
@@ -321,7 +321,7 @@ class Answer(Written):
             },
             "rows": [row.record(axes) for row in self.rows],
             "gains": [
-                dataclasses.asdict(each) | {"gain": interval(each.gain)} for each in self.gains
+                dataclasses.asdict(gain) | {"gain": interval(gain.gain)} for gain in self.gains
             ],
             "pareto_front": [cluster(trial, axes) for trial in self.front],
             "why_not": dict(self.why_not),
@@ -527,8 +527,8 @@ def _of_blocks(answer: Answer) -> Iterator[str]:
 def _of_shapes(answer: Answer) -> Iterator[str]:
     """Say what became of the shapes of the clusters, and what was left out."""
     shapes = [shape for row in answer.rows for shape in row.shapes]
-    cheaper = sum(bool(each.topology) for each in shapes)
-    dear = sum(not each.is_searched for each in shapes)
+    cheaper = sum(bool(shape.topology) for shape in shapes)
+    dear = sum(not shape.is_searched for shape in shapes)
     yield (
         f"{len(shapes)} shapes of clusters: {cheaper} each cheaper than those before, "
         f"{len(shapes) - cheaper - dear} without a cheaper cluster that meets the objective, "

@@ -216,8 +216,8 @@ def _best_fixed(fleets: FleetBounds, objective: Objective, row: Row) -> Search[W
     def priced(x: int, y: int) -> float:
         return template.cost(x, y) if x <= x_most and y <= y_most else math.inf
 
-    own = template.search_space(math.inf)
-    space = dataclasses.replace(own, cost=priced)
+    search_space = template.search_space(math.inf)
+    space = dataclasses.replace(search_space, cost=priced)
     if template.config.cluster.n_prefill == 0:
         state = yield from fewest(space, judge, fleets.peak[1])
     else:

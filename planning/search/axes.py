@@ -154,10 +154,10 @@ def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
 
 def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
     """Return ``speculative_config`` with the first ``drafts`` of its drafts."""
-    given = config.steps.speculative_config
-    if given is None:
+    speculative_config = config.steps.speculative_config
+    if speculative_config is None:
         raise InputError(DRAFTS, "no method or model is given", "--speculative-config beside it")
-    return given.cut(drafts)
+    return speculative_config.cut(drafts)
 
 
 def value_of(config: RunConfig, name: str) -> Any:

@@ -121,8 +121,8 @@ def cluster_label(config: RunConfig) -> str:
     and tokens a step of co-located ones. The GPUs of prefill workers alone are in their
     `prefill_label`."""
     pools = [pool.own.parallelism for pool in config.pools]
-    sizes = list(dict.fromkeys(own.n_gpus for own in pools))
-    groups = list(dict.fromkeys(own.data_parallel_size for own in pools))
+    sizes = list(dict.fromkeys(pool.n_gpus for pool in pools))
+    groups = list(dict.fromkeys(pool.data_parallel_size for pool in pools))
     text = str(config.cluster.topology)
     if config.scaling.scales and parse(config.scaling.autoscale, "autoscale").name != "none":
         least = per_pool(

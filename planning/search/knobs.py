@@ -28,9 +28,9 @@ def gains_of_choices(space: Space, objective: Objective, n_gpus: int, runs: RunC
 
     Rows: the base, the best of each choice alone, of all together, and of all but each, with the
     rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed."""
-    own = splits_of(space, objective, n_gpus)
+    splits = splits_of(space, objective, n_gpus)
     runs.report_start()
-    rows = runs.ended(_rows(own))
+    rows = runs.ended(_rows(splits))
     gains = tuple(
         Gain(row.gpu, row.policy, BASE, row.by_seed, rows[0].by_seed, percent)
         for row in rows[1:]
@@ -45,7 +45,9 @@ def _rows(own: Splits) -> Search[list[Row]]:
     """Return the base, the best of each choice alone, of all together, and of all but each."""
     several = {name: given for name, given in own.space.wanted.values.items() if len(given) > 1}
     base = {name: list(given)[:1] for name, given in own.space.wanted.values.items()}
-    able = [t for each in own.candidates(Axes(base)) for t in each.templates if _together(t)]
+    able = [
+        t for candidate in own.candidates(Axes(base)) for t in candidate.templates if _together(t)
+    ]
     smallest = min((_layouts(t)[0].n_gpus for t in able), default=1)
 
     def small(t: ClusterTemplate) -> bool:
@@ -89,9 +91,10 @@ def _rows(own: Splits) -> Search[list[Row]]:
 
 def _best(own: Splits, what: str, values: Mapping[str, Sequence[Any]], fits: Fits) -> Search[Row]:
     """Find the best cluster of some shapes and values, and its rate under each seed."""
-    made = own.candidates(Axes(values))
+    candidates = own.candidates(Axes(values))
     kept = [
-        dataclasses.replace(each, templates=tuple(filter(fits, each.templates))) for each in made
+        dataclasses.replace(candidate, templates=tuple(filter(fits, candidate.templates)))
+        for candidate in candidates
     ]
     kept = [each for each in kept if each.templates]
     quick = dataclasses.replace(own.objective, looks=(1,))

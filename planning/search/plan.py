@@ -99,7 +99,7 @@ def cheapest_cluster(
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, wanted, space.prices)
     if not space.data_parallel_sizes:
-        usual = {n for each in configs for n in usual_engines(each)}
+        usual = {n for config in configs for n in usual_engines(config)}
         space = dataclasses.replace(space, data_parallel_sizes=sorted(usual))
         engines = space.engines
     check_ffn_ranks(space.ffn_ranks, engines)
@@ -119,11 +119,13 @@ def cheapest_cluster(
     if config.cluster.generates:
         results = runs.ended(_search_all(candidates, objective))
     else:
-        results = runs.together([_search_sizes(each, objective) for each in candidates])
+        results = runs.together([_search_sizes(candidate, objective) for candidate in candidates])
     runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
     ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + dominated
     margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
-    reasons = runs.together([why(each, config, ranked, objective, max_gpus) for each in clusters])
+    reasons = runs.together(
+        [why(cluster, config, ranked, objective, max_gpus) for cluster in clusters]
+    )
     found: list[Effect] = []
     if sensitivity:
         rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
@@ -168,7 +170,7 @@ def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
     )
     more = [(x + (x > 0), y), (x, y + (y > 0))]
     configs = [template.at(*each) for each in more if each != (x, y) and space.has_room(*each)]
-    for found in (yield from side_by_side([try_cluster(each, objective) for each in configs])):
+    for found in (yield from side_by_side([try_cluster(config, objective) for config in configs])):
         result.trials.append(found)
         if found.verdict is Verdict.MISSES:
             result.notes.append(_of_size(template, _contradiction(trial.config, found.config)))
@@ -179,7 +181,7 @@ def _race(
 ) -> Search[tuple[list[Candidate], list[CandidateRow]]]:
     """Return the candidates whose likely cheapest shape carries most, and the others: see
     `race_candidates`."""
-    able = [(t for t in each.templates if not t.bounds.impossible) for each in candidates]
+    able = [(t for t in candidate.templates if not t.bounds.impossible) for candidate in candidates]
     likely = [template for each in able if (template := next(each, None)) is not None]
     runners = [Contender(template, *template.estimate, likely=rate) for template in likely]
     kept, others = yield from race_candidates(candidates, runners, objective, rate / 4.0)
@@ -197,14 +199,16 @@ def _candidates(
     configs: Sequence[RunConfig], space: Space, objective: Objective
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
-    most, sizes = space.max_gpus, space.sizes
+    max_gpus, sizes = space.max_gpus, space.sizes
     if configs[0].cluster.generates:
-        return [make_candidate(each, space.wanted, objective, most, *sizes) for each in configs]
+        return [
+            make_candidate(config, space.wanted, objective, max_gpus, *sizes) for config in configs
+        ]
     return [
         candidate
-        for each in configs
+        for config in configs
         for candidate in prefill_candidates(
-            each, objective, most, sizes[0], space.strategies, apart=False
+            config, objective, max_gpus, sizes[0], space.strategies, apart=False
         )
     ]
 
@@ -227,15 +231,15 @@ def _search_all(
     candidates: Sequence[Candidate], objective: Objective
 ) -> Search[list[CandidateRow]]:
     """Search the first candidate of each GPU, and then the others, from where it ended."""
-    first = {each.gpu: each for each in reversed(candidates)}
-    leads = [each for each in candidates if first[each.gpu] is each]
-    others = [each for each in candidates if first[each.gpu] is not each]
+    first = {candidate.gpu: candidate for candidate in reversed(candidates)}
+    leads = [candidate for candidate in candidates if first[candidate.gpu] is candidate]
+    others = [candidate for candidate in candidates if first[candidate.gpu] is not candidate]
     found = yield from side_by_side([_search_sizes(each, objective) for each in leads])
     lead = {row.gpu: row for row in found}
     searches = [_search_sizes(each, objective, lead[each.gpu]) for each in others]
     found += yield from side_by_side(searches)
     known = dict(zip(map(id, leads + others), found, strict=True))
-    return [known[id(each)] for each in candidates]
+    return [known[id(candidate)] for candidate in candidates]
 
 
 def _search_sizes(
@@ -257,7 +261,7 @@ def _search_sizes(
             update={"policy": lead.template.config.policies.policy}
         )
         if own == lead.template.config:  # routers alone differ
-            without_gain = {each.shape for each in lead.shapes if each.cost is None}
+            without_gain = {shape.shape for shape in lead.shapes if shape.cost is None}
     for template in templates:
         near = start if _workers(template) == known else None
         factor = 1.0 if shape_label(template.config) in without_gain else ESTIMATE_FACTOR

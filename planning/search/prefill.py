@@ -78,8 +78,11 @@ def _ways(
     if kind == "dp_ep":
         strategies = [PrefillStrategy(kind, _fastest_backend(config, n_gpus, budget))]
     elif kind == "async_ep":
-        given, interference = config.experts.offload_window, config.experts.gather_interference
-        windows = (given,) if given else (0, WINDOW)
+        offload_window, interference = (
+            config.experts.offload_window,
+            config.experts.gather_interference,
+        )
+        windows = (offload_window,) if offload_window else (0, WINDOW)
         strategies = [
             PrefillStrategy(
                 kind, window=window, interference=interference if n_gpus > 1 else 0.0,
@@ -157,12 +160,12 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
 
     One worker of each computes some steps of prompts that come at once; workers keep up if busy for
     85% of the time."""
-    possible = [each for each in templates if not each.bounds.impossible]
+    possible = [template for template in templates if not template.bounds.impossible]
     config = templates[0].config
     workload, _ = load_of(config)
     mean = float(workload.prompt_len.mean())
     summaries = yield [_at_once(each.config, mean) for each in possible]
-    found = [each for each in templates if each.bounds.impossible]
+    found = [template for template in templates if template.bounds.impossible]
     for template, summary in zip(possible, summaries, strict=True):
         speed = (summary["completed"] or 0) / (summary["makespan_s"] or math.inf)
         workers = template.max_workers + 1
@@ -194,11 +197,11 @@ def _candidate(
     longest: int,
     load: Load,
 ) -> Candidate:
-    given = config.pool("prefill").max_num_batched_tokens
+    max_num_batched_tokens = config.pool("prefill").max_num_batched_tokens
     templates: list[ClusterTemplate] = []
     refused: dict[str, list[int]] = {}
     label = ""
-    for budget in (given,) if given else BUDGETS:
+    for budget in (max_num_batched_tokens,) if max_num_batched_tokens else BUDGETS:
         why = ""
         for strategy, whole in _ways(config, kind, size, budget):
             sized = config.model_copy(
@@ -259,7 +262,7 @@ def fastest_prompts(space: Space, seeds: int, runs: RunCache) -> Answer:
             each, None, max_gpus, space.tensor_parallel_sizes, space.strategies
         )
     ]
-    found = runs.together([_fastest(each, seeds) for each in candidates])
+    found = runs.together([_fastest(candidate, seeds) for candidate in candidates])
     found.sort(key=lambda row: row.cost / row.figure.mean if row.figure else math.inf)
     return Answer(Question("fastest", asked, None, max_gpus, axes=axes), tuple(found), runs)
 
@@ -278,12 +281,12 @@ def _fastest(candidate: Candidate, seeds: int) -> Search[Row]:
         )
         config = tried[-index]
         made = [*(yield [with_seed(config, seed) for seed in range(seeds)])]
-    known = [summary["prefill_throughput"] for summary in made if summary["completed"]]
-    if not known:
+    throughputs = [summary["prefill_throughput"] for summary in made if summary["completed"]]
+    if not throughputs:
         reasons = list(candidate.reasons) or ["no prompt can be computed"]
         return Row(candidate.gpu, candidate.policy, without="refused", reasons=reasons)
     assert config is not None
     return Row(
-        candidate.gpu, prefill_label(config), found_by_seed(config, made), t_interval(known),
-        tuple(known), reasons=list(candidate.reasons),
+        candidate.gpu, prefill_label(config), found_by_seed(config, made), t_interval(throughputs),
+        tuple(throughputs), reasons=list(candidate.reasons),
     )  # fmt: skip

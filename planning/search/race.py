@@ -85,13 +85,13 @@ def race_candidates(
     }
     kept: list[Candidate] = []
     dominated: list[tuple[Candidate, Contender | None]] = []
-    for each in candidates:
-        own = set(map(id, each.templates))
+    for candidate in candidates:
+        own = set(map(id, candidate.templates))
         runner = next((r for r in runners if id(r.template) in own), None)
-        if runner is None or (runner.key not in ahead and each is not candidates[0]):
-            dominated.append((each, runner))
+        if runner is None or (runner.key not in ahead and candidate is not candidates[0]):
+            dominated.append((candidate, runner))
         else:
-            kept.append(each)
+            kept.append(candidate)
     return kept, dominated
 
 
@@ -139,17 +139,19 @@ def _seeds(
 ) -> Search[None]:
     """Find the rates of contenders under so many seeds; that of the first where it is known."""
     asked: list[Search[RateRange | None]] = []
-    for each in contenders:
-        known = rates.setdefault(each.key, [each.good or None] if is_narrow(each, low) else [])
-        likely = each.good or max(low, each.bad / FROM_ESTIMATE)
+    for contender in contenders:
+        known = rates.setdefault(
+            contender.key, [contender.good or None] if is_narrow(contender, low) else []
+        )
+        likely = contender.good or max(low, contender.bad / FROM_ESTIMATE)
         asked += [
-            carried(each.at(likely), seed, objective, low=low, factor=NEAR)
+            carried(contender.at(likely), seed, objective, low=low, factor=NEAR)
             for seed in range(len(known), n)
         ]
     found = iter((yield from side_by_side(asked)))
-    for each in contenders:
-        more = [next(found) for _ in range(len(rates[each.key]), n)]
-        rates[each.key] += [None if rate is None else rate.good for rate in more]
+    for contender in contenders:
+        more = [next(found) for _ in range(len(rates[contender.key]), n)]
+        rates[contender.key] += [None if rate is None else rate.good for rate in more]
 
 
 def is_narrow(each: Contender, low: float) -> bool:

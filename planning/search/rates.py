@@ -32,7 +32,7 @@ def highest_rates(space: Space, objective: Objective, runs: RunCache) -> Answer:
     configs = clusters_to_plan(config, wanted, space.prices, given=True)
     low = lowest_rate(config)
     runs.report_start()
-    starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
+    starts = [at_rate(config, _likely(config, objective, low)) for config in configs]
     impossible = [bounds(start, objective).impossible for start in starts]
     possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
     at_once = 1 if len(possible) > 1 else 2  # else one process would wait

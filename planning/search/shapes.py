@@ -138,10 +138,10 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
             decode.step_time, decode.n_expert_ranks, prepared.trace, largest, context
         )
     else:
-        each = _batches(largest)
+        batches = _batches(largest)
         work = expected_step_of(config, prepared, -1)
-        step_s = np.array([work.decode_s(n, context) for n in each.tolist()])
-        batch = each.astype(float) * decode.parallelism.data_parallel_size
+        step_s = np.array([work.decode_s(n, context) for n in batches.tolist()])
+        batch = batches.astype(float) * decode.parallelism.data_parallel_size
     step_s = step_s / tokens
     if config.cluster.n_prefill == 0:
         served = batch / (output * step_s + batch * prompt_s)

@@ -34,15 +34,15 @@ def best_use(space: Space, objective: Objective, n_gpus: int, runs: RunCache) ->
     """Find the clusters of up to ``n_gpus`` GPUs that carry the highest rates within an objective.
     Raises InputError if a value is not valid, or no shape fits. Rate and topology of
     ``space.config`` are ignored."""
-    own, asked = splits_of(space, objective, n_gpus), space.config
+    splits, config = splits_of(space, objective, n_gpus), space.config
     runs.report_start()
-    candidates = own.candidates(own.space.wanted)
+    candidates = splits.candidates(splits.space.wanted)
     if not any(candidate.templates for candidate in candidates):
         raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
     runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
-    label = own.space.wanted.label
-    rows = runs.ended(best_splits(candidates, label, objective, n_gpus, own.low))
-    return Answer(Question("split", asked, objective, n_gpus, axes=space.wanted), rows, runs)
+    label = splits.space.wanted.label
+    rows = runs.ended(best_splits(candidates, label, objective, n_gpus, splits.low))
+    return Answer(Question("split", config, objective, n_gpus, axes=space.wanted), rows, runs)
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,13 @@ def best_splits(
     """Find the splits of up to so many GPUs that carry the highest rates, the best first; of more
     candidates than `race.MOST_CANDIDATES` those that are among the best in short runs. ``label``:
     names the candidate of a cluster; ``low``: lowest rate that matters."""
-    groups, dominated = [_likely(each.templates, n_gpus) for each in candidates], list[Row]()
+    groups, dominated = (
+        [_likely(candidate.templates, n_gpus) for candidate in candidates],
+        list[Row](),
+    )
     if len(candidates) > race.MOST_CANDIDATES:
         runners = [each[0] for each in groups if each]
-        guessed = {id(each): each.likely for each in runners}
+        guessed = {id(runner): runner.likely for runner in runners}
         _, others = yield from race.race_candidates(candidates, runners, objective, low)
         out = {id(each) for _, each in others}
         left = [each for each in groups if each and id(each[0]) not in out]
@@ -147,7 +150,7 @@ def _fastest(
     for split in tried:
         result.append((yield from _row(split, label, rates.get(split.key), low)))
     done = {split.key for split in tried}
-    for split in (each for each in runners if each.key not in done):
+    for split in (runner for runner in runners if runner.key not in done):
         result.append((yield from _beaten(split, label)))
     return result
 

@@ -90,7 +90,9 @@ def try_cluster(config: RunConfig, objective: Objective, *, surely: bool = True)
     for seeds in objective.looks:
         summaries += yield [with_seed(config, i) for i in range(len(summaries), seeds)]
         shares = [summary["slo_attainment"] for summary in summaries]
-        attainment = objective.interval(shares, sum(each["num_prompts"] for each in summaries))
+        attainment = objective.interval(
+            shares, sum(summary["num_prompts"] for summary in summaries)
+        )
         verdict = objective.verdict(attainment)
         if verdict is not Verdict.UNDECIDED or objective.is_out_of_reach(shares):
             break

@@ -149,10 +149,10 @@ class EldrPolicy(RouterPolicy):
         new: dict[int, Rule] = {}
         for request in asked:
             band = [] if request.signature is None else next(bands)
-            found = self._rule(band)
-            new[request.request_id] = found
+            rule = self._rule(band)
+            new[request.request_id] = rule
             if request.signature_id is not None:
-                self._rules[request.signature_id] = found
+                self._rules[request.signature_id] = rule
         return [new.get(r.request_id) or self._rules[r.signature_id] for r in requests]
 
     def _rule(self, band: list[int]) -> Rule:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, Policy, PolicyContext
-from eldr_sim.policies.placement.placement import EMPTY, ExpertGroup, Placement, room_of
+from eldr_sim.policies.placement.expert_placement import EMPTY, ExpertGroup, Placement, room_of
 
 __all__ = [
     "EMPTY",

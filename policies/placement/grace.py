@@ -282,8 +282,8 @@ def replicated(
     for layer, (found, more) in enumerate(zip(copies, extra, strict=True)):
         expert[layer, n_experts : n_experts + more] = np.tile(found.experts, len(found.ranks))
         rank[layer, n_experts : n_experts + more] = found.ranks.repeat(len(found.experts))
-    made = Placement(expert, rank, n_ranks, np.stack([c.load for c in copies]))
-    return balance_ranks(made, n_nodes)
+    placement = Placement(expert, rank, n_ranks, np.stack([c.load for c in copies]))
+    return balance_ranks(placement, n_nodes)
 
 
 def balance_ranks(placement: Placement, n_nodes: int) -> Placement:

@@ -172,8 +172,8 @@ class TimeAwarePlacement(GroupedPlacement):
         """Return the experts and homes of the tokens of steps, how many steps, and their weight."""
         trace, requests = self._calibration.trace, self._calibration.requests
         assert trace is not None
-        asked = self._own.tokens_per_rank
-        per_rank = min(asked, max(1, _TOKENS // group.n_ranks))
+        tokens_per_rank = self._own.tokens_per_rank
+        per_rank = min(tokens_per_rank, max(1, _TOKENS // group.n_ranks))
         n_steps = min(_MOST_STEPS, max(1, _TOKENS // (per_rank * group.n_ranks)))
         wanted = n_steps * per_rank
         owner = np.zeros(len(requests), np.int64)
@@ -189,4 +189,4 @@ class TimeAwarePlacement(GroupedPlacement):
             drawn.append(rows[np.arange(wanted) % len(rows)].reshape(n_steps, per_rank))
         rows = np.stack(drawn, axis=1).ravel()
         home = np.tile(np.arange(group.n_ranks).repeat(per_rank), n_steps)
-        return np.asarray(trace.experts[rows]), home, n_steps, asked / per_rank
+        return np.asarray(trace.experts[rows]), home, n_steps, tokens_per_rank / per_rank

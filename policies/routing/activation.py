@@ -114,9 +114,9 @@ def cached_activation(calibration: CalibrationSet) -> ActivationModel:
             )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
             pass  # it is made anew and replaced
-    made = fit_activation(calibration)
-    cache.keep(cache.FITS, name, lambda file: np.savez(file, **asdict(made)))
-    return made
+    activation = fit_activation(calibration)
+    cache.keep(cache.FITS, name, lambda file: np.savez(file, **asdict(activation)))
+    return activation
 
 
 def fit_activation(calibration: CalibrationSet) -> ActivationModel:

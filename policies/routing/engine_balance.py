@@ -66,15 +66,15 @@ class GimbalPolicy(RouterPolicy):
 
     def _balance(self, usable: Ints, workers: Workers) -> int | None:
         """Return the engine of least KV usage or load; None where both are balanced."""
-        own, kv = self.parameters, workers.kv_usage[usable]
-        saturated = kv.max() >= own.kv
-        if saturated and kv.max() - kv.min() >= own.kv_difference:
+        parameters, kv = self.parameters, workers.kv_usage[usable]
+        saturated = kv.max() >= parameters.kv
+        if saturated and kv.max() - kv.min() >= parameters.kv_difference:
             return int(usable[np.argmin(kv)])
-        if saturated or own.reading != "printed":
+        if saturated or parameters.reading != "printed":
             load = workers.waiting_tokens[usable]
-            if own.reading != "queues":
+            if parameters.reading != "queues":
                 load = load + workers.running_tokens[usable]
-            if load.max() - load.min() > own.load_difference:
+            if load.max() - load.min() > parameters.load_difference:
                 return int(usable[np.argmin(load)])
         return None
 

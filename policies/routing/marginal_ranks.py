@@ -113,8 +113,8 @@ class GreedyOnRanks:
             self._books.waiting[:] = workers.waiting_tokens
             self._reported_s = workers.signals_s
         own = workers.loads, workers.healthy, self._next, self.dearer
-        asked = Query(*own, request.prompt_len, *usage)
-        worker: int = place_on_ranks(self._step_times, self._moe, self._shares, self._books, asked)
+        query = Query(*own, request.prompt_len, *usage)
+        worker: int = place_on_ranks(self._step_times, self._moe, self._shares, self._books, query)
         if worker < 0:
             return None
         self._next = (worker + 1) % len(workers.loads)

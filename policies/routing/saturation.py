@@ -73,13 +73,13 @@ class SaturationPolicy(RouterPolicy):
             return None
         length, blocks = request.prompt_len, self._blocks(request)
         # As in vLLM the last token is computed in any case, and with it its block.
-        found = self._matches(blocks[: (length - 1) // self._block_tokens], open_)
-        worker = max(open_, key=lambda g: (found[g], -self.load[g]))
-        cached = found[worker] * self._block_tokens
+        matches = self._matches(blocks[: (length - 1) // self._block_tokens], open_)
+        worker = max(open_, key=lambda g: (matches[g], -self.load[g]))
+        cached = matches[worker] * self._block_tokens
         self._queues[worker].append(_Sent(cached, length))
         self.load[worker] += self._work.flops(length - cached, cached)
         bit = 1 << worker
-        for block in blocks[found[worker] :]:
+        for block in blocks[matches[worker] :]:
             if not self._committed.get(block, 0) & bit:
                 self._pending[block] = self._pending.get(block, 0) | bit
         return worker
@@ -135,18 +135,18 @@ class SaturationPolicy(RouterPolicy):
 
     def _matches(self, blocks: Sequence[int], workers: Sequence[int]) -> list[int]:
         """Blocks from the first on that each of some workers holds or will; 0 for the others."""
-        found = [0] * len(self.load)
+        matches = [0] * len(self.load)
         left = sum(1 << worker for worker in workers)
         for number, block in enumerate(blocks):
             have = left & (self._committed.get(block, 0) | self._pending.get(block, 0))
             for worker in _bits(left ^ have):
-                found[worker] = number
+                matches[worker] = number
             left = have
             if not left:
                 break
         for worker in _bits(left):
-            found[worker] = len(blocks)
-        return found
+            matches[worker] = len(blocks)
+        return matches
 
 
 class _Sent:

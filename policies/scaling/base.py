@@ -148,7 +148,7 @@ def with_switches(
                 said.append(Switch(other, pool.name, move))
                 spare[other] -= move
                 short -= move
-                workers = next(each.workers for each in fleet.pools if each.name == other)
+                workers = next(pool.workers for pool in fleet.pools if pool.name == other)
                 left[other] = min(left[other], workers - move)
     return [*said, *(Target(name, wish) for name, wish in left.items())]
 

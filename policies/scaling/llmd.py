@@ -77,13 +77,16 @@ class LlmdSaturation(VariantAutoscaler):
         return None if pool.starting else pool.workers + self._step(pool)
 
     def _step(self, pool: base.PoolView) -> int:
-        own, n = self.parameters, pool.ready
-        free = (pool.kv_usage <= own.kv) & (pool.waiting <= own.queue)
+        parameters, n = self.parameters, pool.ready
+        free = (pool.kv_usage <= parameters.kv) & (pool.waiting <= parameters.queue)
         if not free.any():
             return 1
 
         def fits(kv: float, queue: float) -> bool:
-            return own.kv - kv >= own.spare_kv and own.queue - queue >= own.spare_queue
+            return (
+                parameters.kv - kv >= parameters.spare_kv
+                and parameters.queue - queue >= parameters.spare_queue
+            )
 
         kv, queue = float(pool.kv_usage[free].mean()), float(pool.waiting[free].mean())
         if not fits(kv, queue):
@@ -123,17 +126,17 @@ class LlmdTokens(VariantAutoscaler):
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_AVERAGED))
 
     def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
-        own, facts, seen = self.parameters, self.facts.of(pool.name), self._seen[pool.name]
+        parameters, facts, seen = self.parameters, self.facts.of(pool.name), self._seen[pool.name]
         demand = float(pool.running_tokens.sum() + pool.waiting_tokens.sum())
-        most = own.kv * facts.kv_tokens * facts.engines
-        full = (pool.waiting >= own.queue) & (pool.running_tokens > 0)
+        most = parameters.kv * facts.kv_tokens * facts.engines
+        full = (pool.waiting >= parameters.queue) & (pool.running_tokens > 0)
         seen.extend(pool.running_tokens[full].tolist())
         usual = float(np.mean(seen)) if seen else _steady_tokens(pool, facts)
         each = np.minimum(np.where(full, pool.running_tokens, usual), most)
         capacity = float(np.median(each))
-        if demand > own.more * capacity * pool.workers:
-            return base.whole_workers(demand / own.more / capacity)
-        spare = capacity * pool.ready - demand / own.less
+        if demand > parameters.more * capacity * pool.workers:
+            return base.whole_workers(demand / parameters.more / capacity)
+        spare = capacity * pool.ready - demand / parameters.less
         return max(1, pool.workers - math.floor(max(0.0, spare) / capacity))
 
 

@@ -119,11 +119,15 @@ class HorizontalPodAutoscaler(base.Autoscaler):
         return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: base.PoolView, now_s: float) -> int:
-        own, n = self.parameters, pool.workers
-        load = total(pool, own.metric) / own.target
-        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, base.whole_workers(load))
+        parameters, n = self.parameters, pool.workers
+        load = total(pool, parameters.metric) / parameters.target
+        wish = (
+            n
+            if n and abs(load / n - 1.0) <= parameters.tolerance
+            else max(1, base.whole_workers(load))
+        )
         self._wishes.note(pool, now_s, wish)
-        steady = self._wishes.largest(pool, now_s - own.down_s)
+        steady = self._wishes.largest(pool, now_s - parameters.down_s)
         if wish > n:
             return min(wish, max(2 * n, n + 4))
         return min(n, steady)
@@ -213,11 +217,11 @@ class Knative(base.Autoscaler):
         return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: base.PoolView, now_s: float) -> int:
-        own, seen = self.parameters, self._seen[pool.name]
+        parameters, seen = self.parameters, self._seen[pool.name]
         seen.append((now_s, pool.in_flight))
-        while seen[0][0] <= now_s - own.window:
+        while seen[0][0] <= now_s - parameters.window:
             seen.popleft()
-        each = own.target * own.utilisation
+        each = parameters.target * parameters.utilisation
         slow, fast = (
             max(
                 1,
@@ -225,12 +229,12 @@ class Knative(base.Autoscaler):
                     float(np.mean([n for at, n in seen if at > now_s - length])) / each
                 ),
             )
-            for length in (own.window, own.window / 10.0)
+            for length in (parameters.window, parameters.window / 10.0)
         )
-        if fast >= own.panic * max(1, pool.ready):
+        if fast >= parameters.panic * max(1, pool.ready):
             if not self.in_panic_window(pool.name, now_s):
                 self._most[pool.name] = pool.workers
-            self._panics_until[pool.name] = now_s + own.window
+            self._panics_until[pool.name] = now_s + parameters.window
         if not self.in_panic_window(pool.name, now_s):
             return slow
         self._most[pool.name] = max(self._most[pool.name], fast)

@@ -54,8 +54,8 @@ class DynamoLoad(base.Autoscaler):
         ]
 
     def _step(self, pool: base.PoolView, facts: base.PoolFacts) -> int:
-        own, n = self.parameters, pool.ready
-        ttft, itl = own.ttft / 1e3, own.itl / 1e3
+        parameters, n = self.parameters, pool.ready
+        ttft, itl = parameters.ttft / 1e3, parameters.itl / 1e3
         prompt = pool.prompt_tokens
         rest = n / (n - 1) if n > 1 else 1.0
         more, less = False, n > 1
@@ -64,12 +64,12 @@ class DynamoLoad(base.Autoscaler):
             speed = facts.prompt_s(4096) / 4096 / facts.engines
             queue = pool.waiting_tokens * speed
             more |= bool((queue + alone > ttft).all())
-            less &= bool((queue * rest < own.sensitivity * (ttft - alone)).all())
+            less &= bool((queue * rest < parameters.sensitivity * (ttft - alone)).all())
         if facts.decodes:
             steps = np.array([self._step_s(pool, facts, w, 1.0) for w in range(n)])
             more |= bool((steps > itl).all())
             less &= bool((pool.kv_usage * rest < 1.0).all()) and all(
-                self._step_s(pool, facts, w, rest) < own.sensitivity * itl for w in range(n)
+                self._step_s(pool, facts, w, rest) < parameters.sensitivity * itl for w in range(n)
             )
         return 1 if more else -1 if less else 0
 
@@ -259,12 +259,12 @@ class Timetable(base.Autoscaler):
         return max(self._line(facts, line * period) for line in lines)
 
     def _line(self, facts: base.PoolFacts, begin: float) -> int:
-        own = self.parameters
-        coming = self.facts.known(begin, begin + own.period)
+        parameters = self.parameters
+        coming = self.facts.known(begin, begin + parameters.period)
         if not coming.requests:
             return 1
-        rate = coming.requests / own.period / own.utilisation
-        means = coming.prompt_tokens, coming.output_tokens, 0.0, own.itl / 1e3
+        rate = coming.requests / parameters.period / parameters.utilisation
+        means = coming.prompt_tokens, coming.output_tokens, 0.0, parameters.itl / 1e3
         return facts.fewest(lambda facts, n: rate * facts.work_s(*means) <= n + 1e-9)
 
 
@@ -346,7 +346,7 @@ class Seconds(base.Autoscaler):
         return [base.Target(name, wish) for name, wish in wishes.items()]
 
     def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
-        own, facts = self.parameters, self.facts.of(pool.name)
+        parameters, facts = self.parameters, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
         trend = self._trends[pool.name]
         rate = trend.next(pool.arrived, fleet.interval_s, horizon)
@@ -358,18 +358,20 @@ class Seconds(base.Autoscaler):
         def asked(facts: base.PoolFacts) -> tuple[float, float]:
             """Return the work of a request, and how long it may wait, s."""
             own_s = facts.prompt_s(max(1, round(mean[0] - mean[2]))) if facts.computes else 0.0
-            return facts.work_s(*mean, itl_s=own.itl / 1e3), max(0.0, own.ttft / 1e3 - own_s)
+            return facts.work_s(*mean, itl_s=parameters.itl / 1e3), max(
+                0.0, parameters.ttft / 1e3 - own_s
+            )
 
         def keep(facts: base.PoolFacts, n: int) -> bool:
             each, rest_s = asked(facts)
-            load = (rate + waits / own.catch_up) * each
-            return load < n and queues(n, load, rest_s / each) <= own.missed
+            load = (rate + waits / parameters.catch_up) * each
+            return load < n and queues(n, load, rest_s / each) <= parameters.missed
 
         wish = facts.fewest(keep)
         each, rest_s = asked(facts.widths.get(pool.workers, facts))
         late = pool.arrived if waits * each > rest_s * max(1, pool.ready) else 0
-        self._may_miss[pool.name] += own.missed * pool.arrived - late
-        if own.spend and wish > pool.workers:
+        self._may_miss[pool.name] += parameters.missed * pool.arrived - late
+        if parameters.spend and wish > pool.workers:
             path = trend.level * each, trend.change * each, waits * each
             serves_s = facts.start_up_s + fleet.interval_s  # one that is started at the next look
             missed = late_work(path, (pool.workers, wish), rest_s, serves_s) / each
@@ -377,7 +379,7 @@ class Seconds(base.Autoscaler):
         if wish > pool.workers:  # requests that come while the group stands still wait, too
             waits += rate * facts.pause_s(pool.workers, wish)
             wish = facts.fewest(keep)
-        wish = self._no_dearer(facts, wish, trend.level + waits / own.catch_up, mean)
+        wish = self._no_dearer(facts, wish, trend.level + waits / parameters.catch_up, mean)
         self._wishes.note(pool, fleet.now_s, wish)
         return wish
 

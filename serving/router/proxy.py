@@ -166,8 +166,8 @@ class _Proxy:
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 raw = await self.intake.body(request)
-            asked = parse_body(raw, handed_over=bool(self._config.prefill_urls))
-            if self._config.prefilled and not asked.body.get("kv_transfer_params"):
+            body = parse_body(raw, handed_over=bool(self._config.prefill_urls))
+            if self._config.prefilled and not body.body.get("kv_transfer_params"):
                 raise ValueError("kv_transfer_params: missing")
             headers = _passed_on(request.headers, name)
         except TimeoutError:
@@ -176,7 +176,7 @@ class _Proxy:
             return http.error_answer(400, str(error)), "refused"
         to = Route(request.path, headers, next(self._numbers), name)
         fleet, signatures = self._fleet, self._signatures
-        handler = RequestHandler(fleet, signatures, self._write, asked, to, self.intake)
+        handler = RequestHandler(fleet, signatures, self._write, body, to, self.intake)
         return await handler.run(request)
 
     def _write(self, **entry: object) -> None:

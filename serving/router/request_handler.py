@@ -101,9 +101,11 @@ class RequestHandler:
         self._fleet, self._config, self._counters = fleet, fleet.config, fleet.counters
         self._signatures, self._write, self._asked = signatures, write, asked
         self._path, self._headers, number, self._name = route
-        user, most = asked.body.get("user"), asked.max_tokens
+        user, max_tokens = asked.body.get("user"), asked.max_tokens
         session = user if isinstance(user, str) else None
-        self._info = RequestInfo(number, asked.prompt_len, -1, session=session, max_tokens=most)
+        self._info = RequestInfo(
+            number, asked.prompt_len, -1, session=session, max_tokens=max_tokens
+        )
         self._body = asked.body
         self._cached = False  # a prefill engine holds its KV cache, which nobody has fetched
         self._prefilled_s: float | None = None

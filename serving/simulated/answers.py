@@ -169,7 +169,7 @@ class Answer:
     def _response(self, status: str) -> dict[str, Any]:
         """Return the object of ``/v1/responses``."""
         body, (stream,) = self._asked.body, self._streams
-        found: dict[str, Any] = {
+        response: dict[str, Any] = {
             "id": self._id, "object": "response", "created_at": self._created, "status": status,
             "model": self._model, "error": None, "incomplete_details": None, "output": [],
             "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
@@ -180,17 +180,17 @@ class Answer:
         }  # fmt: skip
         if status != "in_progress":
             if stream.reason == "length":
-                found["status"] = "incomplete"
-                found["incomplete_details"] = {"reason": "max_output_tokens"}
-            found["output"] = [self._message(WORD * stream.output_len, found["status"])]
-            found["usage"] = {
+                response["status"] = "incomplete"
+                response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["output"] = [self._message(WORD * stream.output_len, response["status"])]
+            response["usage"] = {
                 "input_tokens": stream.prompt_len,
                 "input_tokens_details": {"cached_tokens": self._cached(stream)},
                 "output_tokens": stream.output_len,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": stream.prompt_len + stream.output_len,
             }
-        return found
+        return response
 
     def _message(self, text: str, status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": []}

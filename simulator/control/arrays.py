@@ -290,7 +290,7 @@ def link_rates(spec: ClusterSpec) -> Floats:
     """Return the bytes/s of each link, see `plane.network`."""
     own = [(pool.transfer or spec.transfer, pool.n) for pool in spec.pools]
     rates = [transfer.ingress for transfer, _ in own], [transfer.bandwidth for transfer, _ in own]
-    return np.concatenate([np.repeat(each, [n for _, n in own]) for each in rates])
+    return np.concatenate([np.repeat(rate, [n for _, n in own]) for rate in rates])
 
 
 def padded(items: Sequence[_T]) -> tuple[_T, ...]:

@@ -29,8 +29,8 @@ def leaving_s(
 ) -> list[float]:
     """Return the seconds that the leaving of each of a pool's ``workers`` that serve takes."""
     engines = [acts.engines(facts.name, number) for number in workers]
-    cached = [_cached(acts, own) for own in engines]
-    unions = [_union(acts, own) for own in engines]
+    cached = [_cached(acts, engine) for engine in engines]
+    unions = [_union(acts, engine) for engine in engines]
     token_s = facts.prompt_s(_PROMPT) / _PROMPT / facts.engines
     seconds = []
     for at, own in enumerate(engines):

@@ -244,10 +244,12 @@ class Control:
     def engines(self) -> list[tuple[int, int, float]]:
         """Return of each engine the requests that run and that wait, and its share of KV in use."""
         engines = self.cluster.arrays.engines
-        blocks, told = engines.pools["n_blocks"][engines.pool_of], engines.workers
-        running = told["batch"] + told["prefilling"] + told["leaving"]
-        used = 1.0 - (told["n_blank"] + told["n_idle"]) / np.maximum(blocks, 1)
-        return list(zip(running.tolist(), told["n_waiting"].tolist(), used.tolist(), strict=True))
+        blocks, workers = engines.pools["n_blocks"][engines.pool_of], engines.workers
+        running = workers["batch"] + workers["prefilling"] + workers["leaving"]
+        used = 1.0 - (workers["n_blank"] + workers["n_idle"]) / np.maximum(blocks, 1)
+        return list(
+            zip(running.tolist(), workers["n_waiting"].tolist(), used.tolist(), strict=True)
+        )
 
     def kv_blocks(self) -> list[int]:
         """Return the KV blocks of each engine."""

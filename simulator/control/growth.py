@@ -101,7 +101,9 @@ def set_lengths(
         router.arrays.class_of[request] = -1
     servers = cluster.front_end
     if servers is not None and cluster.spec.front_end is not None:
-        own = make_front_end(cluster.spec.front_end, cluster.requests["prompt_len"][[request]])
-        assert own is not None
-        for times, one in zip(servers[2:], own[2:], strict=True):
+        front_end = make_front_end(
+            cluster.spec.front_end, cluster.requests["prompt_len"][[request]]
+        )
+        assert front_end is not None
+        for times, one in zip(servers[2:], front_end[2:], strict=True):
             times[request] = one[0]

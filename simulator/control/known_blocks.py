@@ -49,13 +49,13 @@ class SentBlocks:
 
     def match(self, request: int, blocks: Sequence[int], own: range, now_s: float) -> list[int]:
         """Return how many of a prompt's first ``blocks`` a router believes each worker to have."""
-        mine, found = self._since[request % self._routers], []
+        mine, match = self._since[request % self._routers], []
         for worker in own:
             known = mine[worker]
             while known and now_s - next(iter(known.values())) > self._ttl_s:
                 known.popitem(last=False)
-            found.append(_run(blocks, known))
-        return found
+            match.append(_run(blocks, known))
+        return match
 
     def sent(self, request: int, blocks: Sequence[int], worker: int, now_s: float) -> None:
         """Remember where a prompt goes; its last block is forgotten first."""

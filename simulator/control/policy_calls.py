@@ -47,10 +47,10 @@ class PolicyCalls:
         #: What routers know of prefix caches, where they do not see them as they are.
         self._known: PublishedBlocks | SentBlocks | None = None
         published: list[Callable[[int, Sequence[int], Sequence[int]], None]] = []
-        told = parse_kv_signal(spec.kv_signal)
+        kv_signal = parse_kv_signal(spec.kv_signal)
         if prefix_tokens and any(router.needs.matched for router in routers):
-            if told.approximate:
-                self._known = SentBlocks(spec.n_workers, told, prefix_tokens)
+            if kv_signal.approximate:
+                self._known = SentBlocks(spec.n_workers, kv_signal, prefix_tokens)
             elif stale:
                 self._known = PublishedBlocks(spec.n_workers)
                 published.append(self._known.on_blocks)

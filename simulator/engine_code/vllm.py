@@ -165,13 +165,13 @@ class VllmScheduler:
 
         def new_hashes(of_vllm: Any) -> list[bytes]:
             numbers = range(len(of_vllm.block_hashes), of_vllm.num_tokens // size)
-            found = [
+            block_hashes = [
                 block_hash(shared[i] if i < len(shared) else (i, "request", request.number))
                 for i in numbers
             ]
-            for one in found:
+            for one in block_hashes:
                 writers.setdefault(one, request.number)
-            return found
+            return block_hashes
 
         return new_hashes
 

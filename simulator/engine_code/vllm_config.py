@@ -72,10 +72,10 @@ def refuse(spec: ClusterSpec, queue_keys: bool) -> None:
         "prefill.experts": bool(whole),
         "model": spec.windows.state > 0,
         "speculative_config": any(
-            each.config.method in LOOKING_UP
-            or each.config.depth != each.k
-            or bool(each.config.num_speculative_tokens_per_batch_size)
-            for each in drafts
+            draft.config.method in LOOKING_UP
+            or draft.config.depth != draft.k
+            or bool(draft.config.num_speculative_tokens_per_batch_size)
+            for draft in drafts
         ),
         "reserves_early": spec.reserves_early,
     }  # fmt: skip

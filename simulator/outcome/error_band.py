@@ -168,8 +168,8 @@ def one_line(band: Mapping[str, Any]) -> str:
             cell = band[metric]
             name = metric.upper() if metric != "throughput" else metric
             parts.append(f"{name} {cell['low']:.2g} to {cell['high']:.2g} times")
-    known = band["tpot"]
-    by = f"{known['rows']} runs by {known['publishers']} publishers ({known['of']})"
+    tpot = band["tpot"]
+    by = f"{tpot['rows']} runs by {tpot['publishers']} publishers ({tpot['of']})"
     said = f"{100 * band['level']:.0f}% of runs lie within {', '.join(parts)} the prediction"
     if not band["compared"]:
         return f"Error band: no run like this was ever compared; of wider cells {said}{_held(band)}"

@@ -105,7 +105,7 @@ def slo_blocks(record: RunRecord, level: ServiceLevel) -> list[tuple[int, int]]:
     inner = np.linspace(arrival.min(), arrival.max(), N_BLOCKS + 1)[1:-1]
     block = np.searchsorted(inner, arrival, side="right")
     counts = [np.bincount(block[of], minlength=N_BLOCKS) for of in (good, np.full(len(good), True))]
-    return list(zip(*(each.tolist() for each in counts), strict=True))
+    return list(zip(*(count.tolist() for count in counts), strict=True))
 
 
 def summarise(

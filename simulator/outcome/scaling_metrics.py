@@ -34,7 +34,7 @@ def scaling_figures(
     measured = record.requests["measured"]
     good = good_requests(request_times(record), level) & measured
     minutes = _by_minute(record, good)
-    known = [minute["attainment"] for minute in minutes]
+    attainments = [minute["attainment"] for minute in minutes]
     seconds = max(end - begin, 1e-9)
     judged = level.given
     n_good = int(good.sum()) if judged else 0
@@ -55,7 +55,7 @@ def scaling_figures(
                 1e3 * spent.dollars / n_good if n_good and spent.dollars is not None else None
             ),
             "minutes": len(minutes),
-            "minutes_below_95": sum(share < _WELL for share in known) if judged else None,
+            "minutes_below_95": sum(share < _WELL for share in attainments) if judged else None,
             **_events(record, spec),
             "by_minute": minutes
             if judged

@@ -296,10 +296,12 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
 
 def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict[str, Any]]:
     """Return what KV transfers and hand-overs rest on; one that takes nothing on nothing."""
-    said = {"kv_transfer": transfer.provenance(spec.transfer.source)}
+    transfer_provenance = {"kv_transfer": transfer.provenance(spec.transfer.source)}
     if config.front_end.handover != "none":
-        said["handover"] = transfer.provenance(HAND_OVERS[config.front_end.handover].source)
-    return said
+        transfer_provenance["handover"] = transfer.provenance(
+            HAND_OVERS[config.front_end.handover].source
+        )
+    return transfer_provenance
 
 
 def _transfer_notes(prepared: PreparedRun, record: RunRecord) -> list[str]:
@@ -400,7 +402,7 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
     calibration = load_calibration(config.steps.calibration)
     if calibration is not None and calibration.of is not None:
         steps = [pool.engine.step_time for pool in spec.pools]
-        if others := sorted({each.gpu.name for each in steps if each.calibration is None}):
+        if others := sorted({step.gpu.name for step in steps if step.calibration is None}):
             of = calibration.of
             warnings.append(
                 f"calibration: of {of.model} on {of.gpu}; only its front end is applied to "
@@ -438,12 +440,12 @@ def _error_band(
 ) -> dict[str, Any]:
     """Return how wrong the figures may be; throughput only where the load does not set it."""
     kind = _kind(config, prepared, summary["max_concurrent_requests"])
-    found = band_of(kind)
+    band = band_of(kind)
     rate = summary["request_rate"]
     growth = summary["load_growth"]
     if rate is not None and math.isfinite(rate) and not (growth and is_overload(growth)):
-        del found["throughput"]  # what arrives is served
-    return found
+        del band["throughput"]  # what arrives is served
+    return band
 
 
 def summary_of(

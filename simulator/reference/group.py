@@ -249,9 +249,9 @@ class ExpertGroup(EngineGroup):
             rows.append(tokens)
         prompts = any(chunked for _, chunked in busy.values())
         home, chosen = np.concatenate(homes), self.chosen(np.concatenate(rows))
-        found = [self.layer(layer, home, chosen[:, layer], prompts)
+        layers = [self.layer(layer, home, chosen[:, layer], prompts)
                  for layer in range(self.cost.n_moe_layers)]  # fmt: skip
-        return Layers(*map(np.array, zip(*found, strict=True)))
+        return Layers(*map(np.array, zip(*layers, strict=True)))
 
     def chosen(self, tokens: Words) -> Bools:
         """Return which experts each token has in each layer, ``[tokens, layers, experts]``."""

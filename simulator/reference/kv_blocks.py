@@ -123,29 +123,29 @@ class KVCacheManager:
         With ``chunk``, take those of the first tokens that are computed, and of drafts, if the
         whole context fits (``full_sequence_must_fit``), and of ``padded`` placeholder drafts where
         one token is left to compute."""
-        found = self.computed_blocks(request, tokens)
+        computed_blocks = self.computed_blocks(request, tokens)
         slots = min(tokens + ahead, self.max_model_len)
-        new, beside = -(-slots // self.size) - len(found), request.window_blocks
-        idle = sum(block.holders == 0 for block in found)
+        new, beside = -(-slots // self.size) - len(computed_blocks), request.window_blocks
+        idle = sum(block.holders == 0 for block in computed_blocks)
         if chunk is not None:
-            whole = -(-tokens // self.size) - len(found)
+            whole = -(-tokens // self.size) - len(computed_blocks)
             if whole + beside + idle + reserved > len(self.pool.free):
                 return None
-            cached = len(found) * self.size
+            cached = len(computed_blocks) * self.size
             padded = padded if tokens == cached + 1 else 0
             if padded and padded >= chunk:
                 return None  # it is not computed rather than computed without them
             drafts = self.lookahead + padded
             slots = min(min(tokens, cached + chunk) + drafts, self.max_model_len)
-            new = -(-slots // self.size) - len(found)
+            new = -(-slots // self.size) - len(computed_blocks)
         if new + beside + idle + reserved > len(self.pool.free):
             return None
-        for block in found:
+        for block in computed_blocks:
             self.pool.touch(block)
-        request.tables[self] = found + [self.pool.take() for _ in range(new)]
+        request.tables[self] = computed_blocks + [self.pool.take() for _ in range(new)]
         request.windows[self] = [self.pool.take() for _ in range(beside)]
-        request.found[self] = len(found)
-        return len(found) * self.size
+        request.found[self] = len(computed_blocks)
+        return len(computed_blocks) * self.size
 
     def needed_for(self, sequence: Sequence, tokens: int) -> int:
         """Return the blocks that a sequence lacks for its first tokens, and for drafts."""

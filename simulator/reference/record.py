@@ -23,7 +23,7 @@ def record_of(cluster: ReferenceCluster, end_s: float) -> RunRecord:
     requests = requests_of(cluster, cluster.arrived, still)
     prefill, decode = by_role(cluster.spec, rows_of(cluster.steps, state.STEP), "worker")
     groups = by_role(cluster.spec, rows_of(cluster.group_steps, state.GROUP_STEP), "leader")
-    drafted = [np.array(each.counts) for each in cluster.speculations.values()]
+    drafted = [np.array(speculation.counts) for speculation in cluster.speculations.values()]
     most = max(map(len, drafted), default=0)  # accepted drafts, and last the drafts verified
     wide = [np.insert(of, len(of) - 1, np.zeros(most - len(of), int)) for of in drafted]
     return RunRecord(

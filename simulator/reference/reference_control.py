@@ -23,10 +23,12 @@ class ReferencePool(Pool):
 
     def __init__(self, cluster: ReferenceCluster, number: int) -> None:
         pool, self._model = cluster.spec.pools[number], cluster
-        own = cluster.spec.workers_of(pool.name)
-        self._size, self._engines = pool.engine.worker_size, slice(own.start, own.stop)
+        workers = cluster.spec.workers_of(pool.name)
+        self._size, self._engines = pool.engine.worker_size, slice(workers.start, workers.stop)
         self.name, self._router = pool.name, cluster.routers[pool.router]
-        self._at_router = slice(*(at - self._router.own.start for at in (own.start, own.stop)))
+        self._at_router = slice(
+            *(at - self._router.own.start for at in (workers.start, workers.stop))
+        )
 
     @property
     def serving(self) -> list[Worker]:
@@ -129,8 +131,8 @@ class ReferenceControl(Control):
         request.window_blocks = int(model.spec.windows.of(context, model.spec.block_size)[0])
         front = model.front_end
         if prompt_len is not None and front is not None and model.spec.front_end is not None:
-            own = FrontEnd(model, model.spec.front_end, np.array([prompt_len], np.int32))
-            front.seconds[request.number] = own.seconds[0]
+            front_end = FrontEnd(model, model.spec.front_end, np.array([prompt_len], np.int32))
+            front.seconds[request.number] = front_end.seconds[0]
 
     @property
     def requests(self) -> Any:

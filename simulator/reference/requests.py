@@ -100,7 +100,7 @@ def make_requests(inputs: RunInputs) -> list[Request]:
     tokens = workload.prompt_len.astype(np.int64) + workload.output_len
     beside = spec.windows.of(tokens, spec.block_size).tolist()
     start, end = inputs.window
-    made = []
+    requests = []
     for i in range(len(workload)):
         arrival, replayed = float(workload.arrival_s[i]), int(workload.decode_request[i])
         request = Request(
@@ -118,8 +118,8 @@ def make_requests(inputs: RunInputs) -> list[Request]:
         )
         if inputs.queue_keys is not None:
             request.queue_key = float(inputs.queue_keys[i])
-        made.append(request)
-    return made
+        requests.append(request)
+    return requests
 
 
 def _block_keys(inputs: RunInputs, i: int) -> list[Any]:

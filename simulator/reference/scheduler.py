@@ -379,10 +379,10 @@ class Scheduler:
         """Fill the token budget with contexts to compute, the one begun first (chunked prefill).
 
         One whose last chunk is in the step decodes its next token in it."""
-        most = self.longest_chunk()
+        longest_chunk = self.longest_chunk()
         for sequence in list(self.prefilling):
             left = sequence.context - sequence.cached - sequence.chunk
-            n = int(min(left, self.budget(), most - sequence.chunk))
+            n = int(min(left, self.budget(), longest_chunk - sequence.chunk))
             if n > 0:
                 sequence.chunk += n
                 if self.allocates_chunks:
@@ -391,7 +391,7 @@ class Scheduler:
                 self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
             if sequence.cached + sequence.chunk < sequence.context or self.only_prompts:
                 continue
-            if sequence.chunk + sequence.tokens > most:
+            if sequence.chunk + sequence.tokens > longest_chunk:
                 continue
             if self.budget() < sequence.tokens:
                 return  # too little is left for what it decodes
@@ -414,17 +414,17 @@ class Scheduler:
 
     def prompt_blocks(self) -> int:
         """Return the blocks that the next chunks of running sequences take."""
-        budget, most, needed = self.budget(), self.longest_chunk(), 0
+        budget, longest_chunk, needed = self.budget(), self.longest_chunk(), 0
         for sequence in self.prefilling if self.allocates_chunks else ():
             left = sequence.context - sequence.cached - sequence.chunk
-            n = int(min(left, budget, most - sequence.chunk))
+            n = int(min(left, budget, longest_chunk - sequence.chunk))
             if budget <= 0 or n < 0:
                 continue
             budget -= n
             planned = sequence.chunk + n
             end = sequence.cached + planned
             decodes = end == sequence.context and not self.only_prompts
-            if decodes and planned + sequence.tokens <= most:
+            if decodes and planned + sequence.tokens <= longest_chunk:
                 end += sequence.tokens if budget >= sequence.tokens else 0
                 budget -= sequence.tokens
             needed += self.kv.needed_for(sequence, end)

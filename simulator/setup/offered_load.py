@@ -11,7 +11,7 @@ from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConf
 from eldr_sim.simulator.setup.run_routing import texts_of
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.logs.log_window import describe_part
-from eldr_sim.traces.requests.requests import make_requests
+from eldr_sim.traces.requests.request_columns import make_requests
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 from eldr_sim.traces.requests.session_shape import session_shape
 from eldr_sim.traces.routing.format import RoutingTrace

@@ -69,21 +69,21 @@ class Speculation:
 
     def drafts(self, max_num_seqs: int, cost: StepCost) -> Drafts:
         """Return what compiled code needs; ``cost`` stands where no pass computes."""
-        steps, given = self.draft.step_time, self.config
-        beyond = (0.0,) * (self.k - given.depth)  # branches of a tree
+        steps, config = self.draft.step_time, self.config
+        beyond = (0.0,) * (self.k - config.depth)  # branches of a tree
         return no_drafts(cost if steps is None else steps.cost)._replace(
             k_of=np.array([self.config.drafts_of(n) for n in range(max_num_seqs + 1)], np.int64),
             rates=np.array([each.rates + beyond for each in self.acceptances.values()]),
             counts=np.zeros(self.k + 2, np.int64),
             key=np.array([self.key], np.uint64),
-            found=given.lookup_hit_rate,
+            found=config.lookup_hit_rate,
             reads_by_row=self.by_row,
             lookup_s=self.draft.host_s if steps is None else -1.0,
-            request_s=given.draft_host_ms_per_request / 1e3,
-            depth=given.depth,
-            width=given.eagle_topk,
-            rejected=list(REJECTED).index(given.rejected_experts),
-            in_a_row=given.rejected_experts == "next" and given.depth == self.k,
+            request_s=config.draft_host_ms_per_request / 1e3,
+            depth=config.depth,
+            width=config.eagle_topk,
+            rejected=list(REJECTED).index(config.rejected_experts),
+            in_a_row=config.rejected_experts == "next" and config.depth == self.k,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -28,8 +28,10 @@ def run_grid(
 def mean_difference(runs: SummaryGrid, policy: str, reference: str, metric: str) -> float:
     """Return the difference of two policies in %, mean over the rates."""
     rates = sorted({rate for _, rate in runs})
-    each = [percent(runs[policy, r][metric], _reference(runs, reference, r)[metric]) for r in rates]
-    return math.fsum(each) / len(each)
+    percents = [
+        percent(runs[policy, r][metric], _reference(runs, reference, r)[metric]) for r in rates
+    ]
+    return math.fsum(percents) / len(percents)
 
 
 def _reference(runs: SummaryGrid, name: str, rate: float) -> Summary:

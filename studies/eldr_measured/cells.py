@@ -115,15 +115,15 @@ def cells_of(figure: str, kernels: Kernels, quick: bool) -> list[Cell]:
     path = files(__package__).joinpath("cells", f"{FIGURES[figure]}.csv")
     with path.open("rb") as file:
         rows = csv.read_csv(file).to_pylist()
-    found = []
+    cells = []
     for row in rows:
         rate, policy = float(row["rate"]), row["policy"]
         if quick and (rate not in (40.0, 60.0, 80.0) or policy not in ("rr", "domain", "eldr")):
             continue
         which = figure, row["dataset"], row["model"], policy, row["variant"], rate
         measured = {metric: float(row[f"{metric}_ms"]) for metric in METRICS}
-        found.append(Cell(*which, measured, _fields(row, kernels, quick)))
-    return found
+        cells.append(Cell(*which, measured, _fields(row, kernels, quick)))
+    return cells
 
 
 def _fields(row: dict[str, Any], kernels: Kernels, quick: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_t
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.requests.load import Load
-from eldr_sim.traces.requests.requests import make_requests
+from eldr_sim.traces.requests.request_columns import make_requests
 from eldr_sim.traces.routing.statistics import mean_products
 from studies.eldr_measured.cells import N_DECODE, Cell, cells_of
 

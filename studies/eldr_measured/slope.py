@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 def _points(pairs: Sequence[Pair]) -> list[Point]:
     """Return the cells of rr, domain and eldr with our experts at their measured batches."""
-    found = []
+    points = []
     for cell, _ in pairs:
         if cell.policy not in ("rr", *_LOCAL):
             continue
@@ -45,14 +45,14 @@ def _points(pairs: Sequence[Pair]) -> list[Point]:
         batches, experts = (np.array(column) for column in zip(*sorted(same), strict=True))
         batch = cell.batch(cell.measured["tpot_p50"])
         at = float(np.interp(np.log(batch), np.log(batches), experts))
-        found.append(Point(cell, batch, _tile(cell.model, batch), at))
-    return found
+        points.append(Point(cell, batch, _tile(cell.model, batch), at))
+    return points
 
 
 def _tile(model: str, batch: float) -> int:
     """Return the number of the tile of a mean batch; one for all where none changes."""
-    own = load_model(model).expert_dtype
-    return 0 if _FOUR_BITS in own else bisect_left(_TILES, batch)
+    expert_dtype = load_model(model).expert_dtype
+    return 0 if _FOUR_BITS in expert_dtype else bisect_left(_TILES, batch)
 
 
 def _beside(points: Sequence[Point]) -> list[tuple[Point, Point]]:
@@ -92,11 +92,11 @@ def _slope(pairs: Sequence[tuple[Point, Point]], n_layers: int) -> Slope | None:
 def _slopes(points: Sequence[Point]) -> dict[tuple[str, int], Slope]:
     """Return the slope of each model and tile, from pairs that lie in one tile."""
     same = [(one, other) for one, other in _beside(points) if one.tile == other.tile]
-    found = {}
+    slopes = {}
     for key, own in grouped(same, lambda pair: (pair[0].cell.model, pair[0].tile)).items():
         if (slope_of := _slope(own, load_model(key[0]).n_moe_layers)) is not None:
-            found[key] = slope_of
-    return found
+            slopes[key] = slope_of
+    return slopes
 
 
 def _rows_of(model: str, tile: int) -> str:

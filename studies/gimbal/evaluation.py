@@ -270,25 +270,28 @@ def figures(
     runner: Runner, quick: bool, log: str | None = None
 ) -> dict[str, Callable[[], Reproduction]]:
     """Return the functions that reproduce each figure; lengths are a log's, if one is given."""
-    made = Experiment(runner, QUICK if quick else FULL, log)
-    rows, runs = cache(lambda: latency.ablations(made)), cache(lambda: latency.main_runs(made))
+    experiment = Experiment(runner, QUICK if quick else FULL, log)
+    rows, runs = (
+        cache(lambda: latency.ablations(experiment)),
+        cache(lambda: latency.main_runs(experiment)),
+    )
     return {
         "figure_3": experts.figure_3,
         "figure_4": experts.figure_4,
-        "figure_6": lambda: latency.by_rate("figure_6", made, rows(), TTFT),
-        "figure_7": lambda: paired_figure("figure_7", made, runs(), TTFT, latency.TTFT_CUT),
-        "figure_8": lambda: latency.by_rate("figure_8", made, rows(), TPOT),
-        "figure_9": lambda: paired_figure("figure_9", made, runs(), TPOT, latency.TPOT_CUT),
-        "figure_10": lambda: latency.figure_10(made, runs()),
-        "figure_11": lambda: figure_11(made),
-        "figure_12": lambda: figure_12(made),
-        "few_blocks": lambda: latency.few_blocks(made),
+        "figure_6": lambda: latency.by_rate("figure_6", experiment, rows(), TTFT),
+        "figure_7": lambda: paired_figure("figure_7", experiment, runs(), TTFT, latency.TTFT_CUT),
+        "figure_8": lambda: latency.by_rate("figure_8", experiment, rows(), TPOT),
+        "figure_9": lambda: paired_figure("figure_9", experiment, runs(), TPOT, latency.TPOT_CUT),
+        "figure_10": lambda: latency.figure_10(experiment, runs()),
+        "figure_11": lambda: figure_11(experiment),
+        "figure_12": lambda: figure_12(experiment),
+        "few_blocks": lambda: latency.few_blocks(experiment),
         "crossings": lambda: experts.crossings(quick),
-        "sjf_sign": lambda: sjf_sign(made),
-        "old_signals": lambda: old_signals(made),
-        "colocated": lambda: colocated(made),
-        "placements": lambda: placements(made),
-        "recorded": lambda: recorded(made),
+        "sjf_sign": lambda: sjf_sign(experiment),
+        "old_signals": lambda: old_signals(experiment),
+        "colocated": lambda: colocated(experiment),
+        "placements": lambda: placements(experiment),
+        "recorded": lambda: recorded(experiment),
     }
 
 

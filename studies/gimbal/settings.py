@@ -169,9 +169,9 @@ def write_log(path: Path, prompts: Ints, outputs: Ints, rng: np.random.Generator
 def _lengths(log: str | None) -> tuple[tuple[Ints, Ints], str]:
     """Return prompt and output lengths of many requests, and what they are."""
     if log is not None:
-        known = read_request_log(log)
-        lengths = known.prompt_len.astype(np.int64), known.output_len.astype(np.int64)
-        return lengths, f"lengths of {known.path.name}"
+        request_log = read_request_log(log)
+        lengths = request_log.prompt_len.astype(np.int64), request_log.output_len.astype(np.int64)
+        return lengths, f"lengths of {request_log.path.name}"
     rng = np.random.default_rng(0)
     drawn = lognormal(rng, *PROMPTS, _POOL), lognormal(rng, *OUTPUTS, _POOL)
     return drawn, "lognormal lengths"

@@ -156,7 +156,7 @@ def reached(batches: Sequence[Batch], placement: Placement) -> float:
 def _row(own: Sequence[Served], reference: Sequence[Served]) -> dict[str, float]:
     """Return means, and the paired differences of what has an interval, %."""
     columns = (zip(*runs, strict=True) for runs in (own, reference))
-    mine, theirs = (dict(zip(Served._fields, each, strict=True)) for each in columns)
+    mine, theirs = (dict(zip(Served._fields, column, strict=True)) for column in columns)
     found = {name: t_interval(values).mean for name, values in mine.items()}
     for name in ("copies", "node_copies", "tpot_ms", "p99_tpot_ms"):
         names = (f"{name}_change", f"{name}_low", f"{name}_high")

@@ -168,7 +168,7 @@ def migration(routings: Sequence[Routing], sizes: Sequence[int]) -> Reproduction
     experts move, dispatch and combine have half of the links, so they take twice as long; nodes
     have 8 GPUs. ``repaid_after``: steps of the new placement that make good the time lost.
     """
-    rows = [row for own in routings for size in sizes for row in _moved(own, size)]
+    rows = [row for routing in routings for size in sizes for row in _moved(routing, size)]
     by_size = grouped(rows, lambda row: (row["tokens"], row["choice"]))
     claims = []
     for (size, choice), own in by_size.items():

@@ -148,14 +148,16 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
     small = {key: cell for key, cell in cells.items() if key[1] == 32}
     over = {key: percent(cell["metro"], cell["optimal"]) for key, cell in small.items()}
     under = {key: percent(cell["metro"], cell["even"]) for key, cell in small.items()}
-    each = [percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32]
+    percents = [
+        percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32
+    ]
     claims = [
         Claim(
             "excess of experts that METRO activates on the busiest GPU over the optimum",
             10.9, 10.9, max(over.values()), "%", 2.0,
             f"{min(over.values()):.1f} to {max(over.values()):.1f}% over the cells, most for "
             f"{_named(max(over, key=lambda key: over[key]))}; with 32 tokens a GPU "
-            f"{min(each):.1f} to {max(each):.1f}%", neutral=None,
+            f"{min(percents):.1f} to {max(percents):.1f}%", neutral=None,
         ),
         Claim(
             "METRO activates fewer than EPLB's split by up to", -42.3, -42.3,

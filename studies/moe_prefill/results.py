@@ -103,14 +103,14 @@ def systems_of(cell: Cell, n_gpus: int = 8) -> list[System]:
         f"{OURS}, margin 3": "saturation:margin=3",
         LONGEST: "saturation:margin=3,order=longest",
     }
-    found = [System(label, fields | {"prefill_policy": name}) for label, name in routers.items()]
+    systems = [System(label, fields | {"prefill_policy": name}) for label, name in routers.items()]
     baselines = engine_baselines(cell, n_gpus)
     shortest = [
         System(f"{s.label}, shortest first", s.fields | {"queue_order": "sjf"})
         for s in baselines
         if s.label == "PP+PP"
     ]
-    return [*found, *baselines, *shortest]
+    return [*systems, *baselines, *shortest]
 
 
 def _is_baseline(label: str) -> bool:

@@ -12,7 +12,7 @@ from eldr_sim.simulator.run import offered_load, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.load import Load
-from eldr_sim.traces.requests.requests import make_requests
+from eldr_sim.traces.requests.request_columns import make_requests
 from eldr_sim.traces.requests.session_shape import session_shape
 from eldr_sim.traces.routing.format import open_trace
 

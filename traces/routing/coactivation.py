@@ -71,7 +71,7 @@ def _add_pairs(bits: Any, rows: Any, chosen: Any, found: Any) -> None:
 
 def affinity_of(pairs: Ints) -> Floats:
     """Return the affinity of different experts: `coactivation` without its diagonal."""
-    found = pairs.astype(np.float64)
+    affinity = pairs.astype(np.float64)
     every = np.arange(pairs.shape[-1])
-    found[..., every, every] = 0.0
-    return found
+    affinity[..., every, every] = 0.0
+    return affinity

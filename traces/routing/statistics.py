@@ -219,7 +219,7 @@ def domain_groups(trace: RoutingTrace) -> dict[str, list[str]]:
 
 
 def _copies(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[Copies]:
-    found = []
+    copies = []
     for group, names in domain_groups(trace).items():
         pools = {name: len(trace.requests_of([name], calibration=False)) for name in names}
         pools = {name: n for name, n in pools.items() if n}
@@ -227,8 +227,8 @@ def _copies(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[Copies]:
         shares = {name: value / sum(weight.values()) for name, value in weight.items()}
         for batch in batch_sizes:
             mixed, one_domain = expected_copy_share(pools, shares, batch)
-            found.append(Copies(batch, group, mixed, one_domain))
-    return found
+            copies.append(Copies(batch, group, mixed, one_domain))
+    return copies
 
 
 def _neighbour_reuse(trace: RoutingTrace) -> float:

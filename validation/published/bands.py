@@ -54,25 +54,25 @@ class Cell(NamedTuple):
 def cells_of(residuals: Iterable[Residual]) -> dict[_Cell, Cell]:
     """Return all cells of residuals by the first words of their kinds, the widest first."""
     groups = defaultdict[_Cell, list[Residual]](list)
-    for each in residuals:
-        for depth in range(len(each.kind) + 1):
-            groups[each.kind[:depth]].append(each)
-    found: dict[_Cell, Cell] = {}
+    for residual in residuals:
+        for depth in range(len(residual.kind) + 1):
+            groups[residual.kind[:depth]].append(residual)
+    cells: dict[_Cell, Cell] = {}
     for path in sorted(groups, key=len):
         rows = groups[path]
         counts = defaultdict[str, int](int)
-        for each in rows:
-            counts[each.publisher] += 1
-        weights = [counts[each.publisher] ** -0.5 for each in rows]
-        low, high = _quantiles([each.value for each in rows], weights)
+        for row in rows:
+            counts[row.publisher] += 1
+        weights = [counts[row.publisher] ** -0.5 for row in rows]
+        low, high = _quantiles([row.value for row in rows], weights)
         if path:
-            around = found[path[:-1]]
+            around = cells[path[:-1]]
             n = sum(min(count, _MOST) for count in counts.values())
             own = n / (n + _PRIOR)
             low = own * low + (1.0 - own) * around.low
             high = own * high + (1.0 - own) * around.high
-        found[path] = Cell(low, high, len(rows), len(counts))
-    return found
+        cells[path] = Cell(low, high, len(rows), len(counts))
+    return cells
 
 
 def _quantiles(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
@@ -92,9 +92,9 @@ def cell_of(cells: Mapping[_Cell, Cell], kind: Kind) -> Cell:
 def _outside(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[float]:
     """Return how far each row lies outside its band; negative inside."""
     found = []
-    for each in rows:
-        cell = cell_of(cells, each.kind)
-        found.append(max(cell.low - each.value, each.value - cell.high))
+    for row in rows:
+        cell = cell_of(cells, row.kind)
+        found.append(max(cell.low - row.value, row.value - cell.high))
     return found
 
 
@@ -117,10 +117,10 @@ def _left_out(
     residuals: Sequence[Residual],
 ) -> Iterable[tuple[str, list[Residual], list[Residual]]]:
     """Yield each publisher, its rows and those of all others."""
-    for name in sorted({each.publisher for each in residuals}):
-        others = [each for each in residuals if each.publisher != name]
+    for name in sorted({residual.publisher for residual in residuals}):
+        others = [residual for residual in residuals if residual.publisher != name]
         if others:
-            yield name, [each for each in residuals if each.publisher == name], others
+            yield name, [residual for residual in residuals if residual.publisher == name], others
 
 
 class Coverage(NamedTuple):
@@ -170,8 +170,8 @@ def by_crowd(residuals: Sequence[Residual]) -> tuple[list[Residual], list[Residu
     """Return rows of at most 256 requests in flight on a worker and others, whose servers set the
     pace: neither says anything about the other."""
     many = LOADS[-1][1]
-    few = [each for each in residuals if each.kind.load != many]
-    return few, [each for each in residuals if each.kind.load == many]
+    few = [residual for residual in residuals if residual.kind.load != many]
+    return few, [residual for residual in residuals if residual.kind.load == many]
 
 
 def pairs_of(
@@ -182,15 +182,15 @@ def pairs_of(
     groups = defaultdict[tuple[str, ...], list[Any]](list)
     for publisher, common, own, measured, predicted in rows:
         groups[publisher, *common].append((own, measured, predicted))
-    found: dict[str, list[Pair]] = {metric: [] for metric in METRICS}
+    pairs: dict[str, list[Pair]] = {metric: [] for metric in METRICS}
     for (publisher, *_), alike in groups.items():
         for (one, a, p), (other, b, q) in combinations(alike, 2):
             for metric in METRICS if one != other else ():
                 values = [each.get(metric, 0.0) for each in (a, b, p, q)]
                 if min(values) > 0.0:
                     off = math.log(values[0] / values[1]) - math.log(values[2] / values[3])
-                    found[metric].append(Pair(publisher, abs(off)))
-    return found
+                    pairs[metric].append(Pair(publisher, abs(off)))
+    return pairs
 
 
 def relative(pairs: Sequence[Pair]) -> dict[str, float] | None:
@@ -198,9 +198,9 @@ def relative(pairs: Sequence[Pair]) -> dict[str, float] | None:
     its pairs; None without pairs."""
     if not pairs:
         return None
-    counts = Counter(each.publisher for each in pairs)
-    order = np.argsort([each.value for each in pairs])
-    weights = np.array([counts[each.publisher] ** -0.5 for each in pairs])[order]
+    counts = Counter(pair.publisher for pair in pairs)
+    order = np.argsort([pair.value for pair in pairs])
+    weights = np.array([counts[pair.publisher] ** -0.5 for pair in pairs])[order]
     at = int(np.searchsorted(np.cumsum(weights), LEVEL * weights.sum()))
     value = pairs[int(order[min(at, len(pairs) - 1)])].value
     return {"factor": round(math.exp(value), 3), "pairs": len(pairs), "publishers": len(counts)}
@@ -245,10 +245,10 @@ def residuals_of(
     rows: Iterable[tuple[str, Kind, Mapping[str, float], Mapping[str, float]]],
 ) -> dict[str, list[Residual]]:
     """Return residuals by metric of publisher, kind, measured and predicted figures."""
-    found: dict[str, list[Residual]] = {metric: [] for metric in METRICS}
+    residuals: dict[str, list[Residual]] = {metric: [] for metric in METRICS}
     for publisher, kind, measured, predicted in rows:
         for metric in METRICS:
             a, b = measured.get(metric, 0.0), predicted.get(metric, 0.0)
             if a > 0.0 and b > 0.0:
-                found[metric].append(Residual(publisher, kind, math.log(a / b)))
-    return found
+                residuals[metric].append(Residual(publisher, kind, math.log(a / b)))
+    return residuals

@@ -68,14 +68,14 @@ def with_model(bench: Bench, config: RunConfig, *, given: bool) -> RunConfig:
             break
         except InputError:
             continue
-    asked = config.engine.model
+    model = config.engine.model
     if measured is None and not given:
         what = f"is of {bench.model!r}, no known model" if bench.model else "names no model"
         raise InputError("model", f"{bench.name} {what}", "--model NAME, or its config.json")
     if measured is None:
         return config
-    if given and load_model(asked).name != measured.name:
-        problem = f"got {asked}, but {bench.name} is of {bench.model}"
+    if given and load_model(model).name != measured.name:
+        problem = f"got {model}, but {bench.name} is of {bench.model}"
         raise InputError("model", problem, f"{measured.name}, or none: the result says it")
     return config if given else config.replace(model=measured.name)
 
@@ -145,7 +145,7 @@ class Step(NamedTuple):
 
 def read_steps(path: Path) -> list[Step]:
     """Read the steps of a file, idle ones left out; raises InputError where a line is none."""
-    found = []
+    steps = []
     for number, line in enumerate(read_text(path, "steps").splitlines(), 1):
         if not line.strip():
             continue
@@ -160,10 +160,10 @@ def read_steps(path: Path) -> list[Step]:
         if min(step) < 0 or not np.isfinite(step.seconds):
             raise InputError("steps", f"line {number} of {path} has {min(step):g}", "0 or more")
         if step.seconds > 0.0 and (step.sequences or step.prompt_tokens >= step.prompts > 0):
-            found.append(step)
-    if not found:
+            steps.append(step)
+    if not steps:
         raise InputError("steps", f"{path} holds no step that computed anything", "one a line")
-    return found
+    return steps
 
 
 def predicted_s(step_time: StepTimeModel, step: Step) -> float:

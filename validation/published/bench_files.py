@@ -118,7 +118,7 @@ def _benches(path: Path, found: Any) -> list[Bench]:
         if (refused := refused_format("", found)) is not None:
             raise InputError("bench", f"{path} is not read: {refused.about}", refused.way)
         if is_guidellm(found):
-            return [_guidellm(path, each) for each in found["benchmarks"]]
+            return [_guidellm(path, benchmark) for benchmark in found["benchmarks"]]
         return [_vllm(path, found)]
     except InputError:
         raise
@@ -193,15 +193,15 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
         for statistic, of in _AIPERF_STATISTICS.items()
         if theirs in found and found[theirs].get(statistic) is not None
     }
-    given = _aiperf_load(name, found.get("input_config", {}))
-    load: dict[str, Any] = {"request_rate": given.get("request_rate") or "inf"}
-    pattern = given.get("arrival_pattern") or given.get("request_rate_mode")
-    if given.get("request_rate") and pattern == "constant":
+    aiperf_load = _aiperf_load(name, found.get("input_config", {}))
+    load: dict[str, Any] = {"request_rate": aiperf_load.get("request_rate") or "inf"}
+    pattern = aiperf_load.get("arrival_pattern") or aiperf_load.get("request_rate_mode")
+    if aiperf_load.get("request_rate") and pattern == "constant":
         load["burstiness"] = MOST_BURSTINESS
-    elif given.get("request_rate") and pattern == "gamma":
-        load["burstiness"] = float(given.get("arrival_smoothness") or 1.0)
-    if given.get("concurrency"):
-        load["max_concurrency"] = int(given["concurrency"])
+    elif aiperf_load.get("request_rate") and pattern == "gamma":
+        load["burstiness"] = float(aiperf_load.get("arrival_smoothness") or 1.0)
+    if aiperf_load.get("concurrency"):
+        load["max_concurrency"] = int(aiperf_load["concurrency"])
     load["num_requests"] = int(found.get("request_count", {}).get("avg") or 0)
     for theirs, ours in (("input", "input_len"), ("output", "output_len")):
         tokens = found.get(f"{theirs}_sequence_length", {}).get("avg")
@@ -254,8 +254,8 @@ def _aiperf_load(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     phases = [p for p in config.get("phases") or () if p.get("kind") == "profiling"]
     if not phases:
         if "loadgen" in config:
-            known: Mapping[str, Any] = config["loadgen"]
-            return known
+            loadgen: Mapping[str, Any] = config["loadgen"]
+            return loadgen
         raise InputError("bench", f"{name} does not say its load", "input_config of aiperf")
     phase = phases[-1]
     if phase["type"] not in ("concurrency", "poisson", "gamma", "constant"):

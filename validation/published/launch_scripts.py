@@ -82,12 +82,12 @@ def script_of(
         return _qwen_script(record, gpu, streams, layout, drafts)
     if "GLM-5" in record["model_path"] and record["backend"] == "sglang":
         # glm5_{fp8,nvfp4}_{b200,h200}.sh of ebb48d4bc, 13930ca61 and d43805fc3 (March 2026).
-        told = Script(chunk=8192, recv_interval=1, memory_share=0.85, kv_dtype="bfloat16")
+        script = Script(chunk=8192, recv_interval=1, memory_share=0.85, kv_dtype="bfloat16")
         if gpu in HOPPER:
-            return told
+            return script
         if record["precision"] == "fp4":
-            return told._replace(chunk=131072, memory_share=0.8, kv_dtype="fp8")
-        return told._replace(chunk=32768, kv_dtype="fp8")
+            return script._replace(chunk=131072, memory_share=0.8, kv_dtype="fp8")
+        return script._replace(chunk=32768, kv_dtype="fp8")
     if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
         return SAYS_NOTHING
     shared, fp4 = layout.data_parallel_size > 1, record["precision"] == "fp4"
@@ -129,13 +129,13 @@ def _qwen_script(
     record: Mapping[str, str], gpu: str, streams: int, layout: Parallelism, drafts: int
 ) -> Script:
     precision, version = record["precision"], record["backend_version"]
-    told = Script(chunk=32768, recv_interval=30 if streams >= 16 else 10, memory_share=0.82,
+    script = Script(chunk=32768, recv_interval=30 if streams >= 16 else 10, memory_share=0.82,
                   kv_dtype="bfloat16" if precision == "bf16" else "fp8", seats=128)  # fmt: skip
     if gpu in HOPPER:
-        return told._replace(chunk=16384, recv_interval=1, memory_share=0.8)
+        return script._replace(chunk=16384, recv_interval=1, memory_share=0.8)
     if drafts:
-        return told._replace(memory_share=0.8, seats=0)
+        return script._replace(memory_share=0.8, seats=0)
     recent = version.startswith("0.5.10")
     if recent and precision == "fp8":
-        return told._replace(chunk=16384, recv_interval=10, memory_share=0.8, seats=0)
-    return told._replace(memory_share=0.8 if recent else 0.85) if precision == "fp4" else told
+        return script._replace(chunk=16384, recv_interval=10, memory_share=0.8, seats=0)
+    return script._replace(memory_share=0.8 if recent else 0.85) if precision == "fp4" else script

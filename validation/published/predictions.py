@@ -118,7 +118,7 @@ def errors_of(
     with a reason in ``excluded`` are marked. ``column``: ``error``, or another estimator's."""
     frame = table.to_pandas()
     kept = frame["excluded"] == "" if "excluded" in frame else frame["metric"] != ""
-    found = []
+    errors = []
     for by in groups:
         parts = frame.groupby(list(by), sort=True) if by else [((), frame)]
         for key, every in parts:
@@ -127,13 +127,13 @@ def errors_of(
             for metric, rows in every.groupby("metric", sort=False):
                 of, of_all = rows.loc[kept[rows.index], column], rows[column].abs()
                 if len(of):
-                    found.append(
+                    errors.append(
                         Errors(
                             name, str(metric), len(of), *_size(of.abs()), float(of.mean()),
                             float(of.median()), len(of_all), *_size(of_all),
                         )
                     )  # fmt: skip
-    return found
+    return errors
 
 
 def _size(errors: Any) -> tuple[float, float]:

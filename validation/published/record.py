@@ -269,9 +269,9 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
         ("Launches", ("launch",)),
     ):
         lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by), ""]
-    if asked := advice.rows_of(table):
-        said_lines = [list(row.values()) for row in asked]
-        lines += ["## Advice", "", *markdown_table(list(asked[0]), said_lines), ""]
+    if rows := advice.rows_of(table):
+        said_lines = [list(row.values()) for row in rows]
+        lines += ["## Advice", "", *markdown_table(list(rows[0]), said_lines), ""]
     frame = table.to_pandas()
     refused = frame[frame.refused != ""].groupby(["engine", "mode", "model", "refused"]).size()
     reasons = [[n, *why] for why, n in refused.sort_values(ascending=False).items()]

@@ -301,10 +301,10 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
     has had none since June 2026. SGLang and Dynamo tokenise one prompt after the other."""
     if backend != "vllm":
         return "thread_pool"
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
         return "microbatch_sequential" if version else "microbatch_parallel"
-    number = int(found[1]), int(found[2])
+    number = int(match[1]), int(match[2])
     if number < (0, 15):
         return "microbatch_parallel"
     return "microbatch_sequential" if number < (0, 24) else "thread_pool"

@@ -268,8 +268,8 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
     gpu, source = GPUS[record["system"]], record["silicon_data_source"]
     date = re.search(r"measured=([\d-]+)", source)
     day = date[1] if date else ""
-    given = re.search(r"silicon_concurrency=(\d+)", source)
-    concurrency = int(given[1]) if given else 0
+    match = re.search(r"silicon_concurrency=(\d+)", source)
+    concurrency = int(match[1]) if match else 0
     lengths = int(record["isl"]), int(record["osl"])
     prefill, decode_workers, drafts, assumed = Workers(), 1, 0, ""
     try:
@@ -284,10 +284,10 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
         elif "DeepSeek" in record["model_path"] and not is_plain(record):
             return "no configuration of InferenceX starts such a run"
         elif record["mode"] == "disagg":
-            known = _n_workers(record, concurrency)
-            if isinstance(known, str):
-                return known
-            n_prefill, decode_workers = known
+            n_workers = _n_workers(record, concurrency)
+            if isinstance(n_workers, str):
+                return n_workers
+            n_prefill, decode_workers = n_workers
             layout = _pool(record, "decode", gpu)
             spread = _pool(record, "prefill", gpu)
             _check(spread, model)

@@ -167,7 +167,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     """Return the fields that options stand for; warns of those that stand for none.
 
     ``values``: fields of the run that are given by themselves."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     speculative: dict[str, Any] = {}
     changes: list[str] = []
     idle: list[str] = []
@@ -186,21 +186,21 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         elif name == "eplb_config" and isinstance(value, str):
             config = parse_json(value, "engine_args", "--eplb-config")
             if isinstance(config, Mapping) and "num_redundant_experts" in config:
-                found["num_redundant_experts"] = config["num_redundant_experts"]
+                fields["num_redundant_experts"] = config["num_redundant_experts"]
         elif field:
             if field.startswith("!"):
                 field, value = field[1:], not value
-            found[field] = value
+            fields[field] = value
         elif name in ("config", "extra_llm_api_options") and isinstance(value, str):
             allowed = "--extra-llm-api-options FILE" if engine == "trtllm" else "its options here"
             raise InputError("engine_args", f"--{name} {value} is a file of options", allowed)
         elif engine == "vllm" and (name == "O" or _LEVEL.fullmatch(name)):
             if name == "O0" or value == 0:
-                found["enforce_eager"] = True
+                fields["enforce_eager"] = True
             else:
                 idle.append(f"-{name}")
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
-            found["moe_backend"] = value
+            fields["moe_backend"] = value
         elif name.startswith(_ENVIRONMENTS):
             changes.append(name)
         elif has_no_effect(engine, name, value):
@@ -210,29 +210,29 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         else:
             unknown.append(name)
     if speculative:
-        found["speculative_config"] = speculative
-    if isinstance(drafts := found.get("speculative_config"), str) and drafts.startswith("{"):
-        drafts = found["speculative_config"] = parse_json(
+        fields["speculative_config"] = speculative
+    if isinstance(drafts := fields.get("speculative_config"), str) and drafts.startswith("{"):
+        drafts = fields["speculative_config"] = parse_json(
             drafts, "engine_args", "--speculative-config"
         )
     if isinstance(drafts, dict):
         changes += [f"speculative_config.{name}" for name in _OF_DRAFTS if name in drafts]
-        found["speculative_config"] = {n: v for n, v in drafts.items() if n not in _OF_DRAFTS}
-    _check_values(engine, found)
-    kind = str(found.get("kv_cache_dtype", "auto")).lower()
+        fields["speculative_config"] = {n: v for n, v in drafts.items() if n not in _OF_DRAFTS}
+    _check_values(engine, fields)
+    kind = str(fields.get("kv_cache_dtype", "auto")).lower()
     if kind in _EIGHT:
-        found["kv_cache_dtype"] = "fp8"
+        fields["kv_cache_dtype"] = "fp8"
     elif kind in _SIXTEEN:
-        found["kv_cache_dtype"] = "bfloat16"
+        fields["kv_cache_dtype"] = "bfloat16"
     elif kind != "auto":
-        del found["kv_cache_dtype"]
+        del fields["kv_cache_dtype"]
         changes.append(f"KV cache of {kind}")
-    _check_weights(found, values, idle)
-    _offload(found, values, idle, changes)
-    backend = _backend(engine, found)
-    nodes, local = found.pop("nodes", None), found.pop("local", None)
-    disaggregation = found.pop("disaggregation", None)
-    _spread(engine, found, changes, idle)
+    _check_weights(fields, values, idle)
+    _offload(fields, values, idle, changes)
+    backend = _backend(engine, fields)
+    nodes, local = fields.pop("nodes", None), fields.pop("local", None)
+    disaggregation = fields.pop("disaggregation", None)
+    _spread(engine, fields, changes, idle)
     topology = values.get("topology", "8P16D")
     together = isinstance(topology, str) and topology.upper().endswith("C")
     if disaggregation not in (None, "null", "none"):
@@ -240,8 +240,8 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             problem = f"--disaggregation-mode {disaggregation} in a cluster of {topology}"
             raise InputError("engine_args", problem, "--topology xPyD, such as 1P1D")
         idle.append("disaggregation_mode")
-    _place(found, nodes, local, idle)
-    _send(engine, found, backend, together, changes, idle)
+    _place(fields, nodes, local, idle)
+    _send(engine, fields, backend, together, changes, idle)
     for name in unknown:
         close = difflib.get_close_matches(name, sorted(_NAMES[engine]), 1, 0.85)
         if close:
@@ -252,7 +252,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         text = f"of the launch line, no options of {VERSIONS[engine]}, so ignored: {names}"
         warnings.warn(EldrSimWarning(text), stacklevel=3)
     _warn_of(changes, idle)
-    return found
+    return fields
 
 
 def _check_values(engine: str, found: dict[str, Any]) -> None:
@@ -432,7 +432,7 @@ def _bench_fields(
     ``--random-range-ratio R``: vLLM draws lengths from N (1 - R) to N (1 + R), SGLang from R N to
     N (``bench_serving.py``, ``sample_random_requests``), which stands here as the range around its
     middle."""
-    found: dict[str, Any] = {}
+    bench_fields: dict[str, Any] = {}
     changes: list[str] = []
     idle: list[str] = []
     ratio: Any = None
@@ -440,9 +440,9 @@ def _bench_fields(
         if name == "random_range_ratio":
             ratio = value
         elif name == "model" and values.get("model") is None:
-            found["model"] = value
+            bench_fields["model"] = value
         elif name in BENCH:
-            found[BENCH[name]] = value
+            bench_fields[BENCH[name]] = value
         elif name in _OF_BENCH or name in WITHOUT_EFFECT:
             if name == "dataset_name" and value not in ("random", "random-ids"):
                 problem = f"--dataset-name {value} of a benchmark's line"
@@ -450,18 +450,18 @@ def _bench_fields(
             idle.append(name)
         else:
             changes.append(name)
-    lengths = [name for name in ("input_len", "output_len") if name in found]
+    lengths = [name for name in ("input_len", "output_len") if name in bench_fields]
     if bench == "vllm" and ratio is not None:
-        found["random_range_ratio"] = ratio
+        bench_fields["random_range_ratio"] = ratio
     if bench == "sglang" and lengths:
         share = 0.0 if ratio is None else ratio
         if isinstance(share, str) or not 0 <= share <= 1:
             raise InputError("engine_args", f"--random-range-ratio {share}", "0 to 1, as SGLang's")
-        found["random_range_ratio"] = min((1.0 - share) / (1.0 + share), 0.999)
+        bench_fields["random_range_ratio"] = min((1.0 - share) / (1.0 + share), 0.999)
         for name in lengths:
-            found[name] = max(1, round(int(found[name]) * (1.0 + share) / 2.0))
+            bench_fields[name] = max(1, round(int(bench_fields[name]) * (1.0 + share) / 2.0))
     _warn_of(changes, idle)
-    return found
+    return bench_fields
 
 
 def _spread(engine: str, found: dict[str, Any], changes: list[str], idle: list[str]) -> None:

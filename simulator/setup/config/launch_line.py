@@ -91,11 +91,11 @@ def _container(words: list[str], environment: dict[str, str]) -> tuple[str, str]
             name, _, value = word.partition("=")
             environment[name] = value
         for engine, image in _IMAGES.items():
-            found = image.search(word)
+            match = image.search(word)
             spelled = ("/" in word or ":" in word) and ":/" not in word and "=" not in word
-            if found and spelled and at > 1:
+            if match and spelled and at > 1:
                 del words[: at + 1]
-                return engine, found[1] or ""
+                return engine, match[1] or ""
     problem = f"{program} starts no image of an engine that is known"
     raise InputError("engine_args", problem, "vllm/vllm-openai, lmsysorg/sglang, tensorrt-llm")
 

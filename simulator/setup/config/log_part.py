@@ -43,10 +43,14 @@ def log_of(asked: WorkloadConfig, output_len: int | Literal["recorded"]) -> Requ
     if not asked.replays_log or asked.length_shape is not None:
         return None
     log = named_log(asked.workload, asked.columns, asked.sessions_file, output_len, asked.time_unit)
-    most = log.header.max_concurrency
-    if most is not None and asked.max_concurrency is None and asked.request_rate is None:
-        problem = f"missing: {log.path.name} was sent with {most} requests in flight at most"
-        raise InputError("max_concurrency", problem, f"--max-concurrency {most}, or another")
+    max_concurrency = log.header.max_concurrency
+    if max_concurrency is not None and asked.max_concurrency is None and asked.request_rate is None:
+        problem = (
+            f"missing: {log.path.name} was sent with {max_concurrency} requests in flight at most"
+        )
+        raise InputError(
+            "max_concurrency", problem, f"--max-concurrency {max_concurrency}, or another"
+        )
     return log
 
 

@@ -294,7 +294,7 @@ class Pools(RootModel[dict[str, NamedPool]]):
                 raise InputError("topology", f"pool {name!r}", "a name such as decode-h200")
             for other in then:
                 if other not in pools or other == name:
-                    others = [each for each in pools if each != name]
+                    others = [pool for pool in pools if pool != name]
                     raise InputError(field, f"{other!r} is no other pool", ", ".join(others))
                 if pools[other].then is not None:
                     problem = f"{other!r} hands over itself or ends with the prompt"

@@ -85,13 +85,15 @@ class SpeculativeConfig(BaseModel):
         if self.lookup_hit_rate < 1 and self.method not in LOOKING_UP:
             problem = f"{self.lookup_hit_rate:g} for {self.method}"
             raise _error("lookup_hit_rate", problem, f"1, or {' or '.join(LOOKING_UP)}")
-        most = self.num_speculative_tokens
+        num_speculative_tokens = self.num_speculative_tokens
         if not (
-            k == most
+            k == num_speculative_tokens
             if self.eagle_topk == 1
-            else k <= most <= self.eagle_topk * (1 + (k - 1) * self.eagle_topk)
+            else k <= num_speculative_tokens <= self.eagle_topk * (1 + (k - 1) * self.eagle_topk)
         ):
-            problem = f"{k} passes of {self.eagle_topk} branches for {most} drafts"
+            problem = (
+                f"{k} passes of {self.eagle_topk} branches for {num_speculative_tokens} drafts"
+            )
             raise _error("num_steps", problem, "as many as drafts, or a tree that holds them")
         by_batch = self.num_speculative_tokens_per_batch_size or ()
         if by_batch and self.eagle_topk > 1:

@@ -12,7 +12,7 @@ from eldr_sim.validation.live.calibration.engine_calibration import Clock
 from eldr_sim.validation.live.engines.client import send_turns
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
 from eldr_sim.validation.live.features import check as feature_check
-from eldr_sim.validation.live.features.features import (
+from eldr_sim.validation.live.features.feature_setups import (
     FEATURES,
     PREFIX,
     TURNS,

@@ -14,7 +14,7 @@ from eldr_sim.serving.router.request_handler import SignatureReader
 from eldr_sim.validation.live.engine_log import read_engine_log
 from eldr_sim.validation.live.engines.run_writer import steps_table
 from eldr_sim.validation.live.live_run import read_live_run
-from eldr_sim.validation.live.report.report import write_report
+from eldr_sim.validation.live.report.live_report import write_report
 
 DATA = Path(__file__).parent / "data" / "live_vllm"
 

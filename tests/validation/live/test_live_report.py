@@ -14,8 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 from eldr_sim.validation.live.calibration.engine_calibration import write_calibration
 from eldr_sim.validation.live.live_run import write_live_run
-from eldr_sim.validation.live.report import report
-from eldr_sim.validation.live.report.report import write_report
+from eldr_sim.validation.live.report import live_report
+from eldr_sim.validation.live.report.live_report import write_report
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 MACHINE = {"cpu": "a processor", "cores": "2"}
@@ -50,7 +50,7 @@ def write_campaign(folder, runs, calibrated):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Most of a report's time goes into its pictures, which `written` has."""
-    monkeypatch.setattr(report, "draw_pictures", lambda *_: [])
+    monkeypatch.setattr(live_report, "draw_pictures", lambda *_: [])
 
 
 @pytest.fixture(scope="module")

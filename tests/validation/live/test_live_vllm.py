@@ -12,7 +12,7 @@ import pytest
 from eldr_sim.validation.live.campaign import Campaign, LoadShape, record_campaign
 from eldr_sim.validation.live.engines.load import write_model
 from eldr_sim.validation.live.engines.servers import EngineOptions
-from eldr_sim.validation.live.report.report import write_report
+from eldr_sim.validation.live.report.live_report import write_report
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("needs vLLM and NIXL, see docs/live.md", allow_module_level=True)

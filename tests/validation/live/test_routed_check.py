@@ -14,7 +14,7 @@ from eldr_sim.validation.live.engines.load import Load, LoadRequest
 from eldr_sim.validation.live.engines.servers import free_port
 from eldr_sim.validation.live.engines.setups import Endpoint, Setup
 from eldr_sim.validation.live.features import routed as routed_check
-from eldr_sim.validation.live.features.features import replay
+from eldr_sim.validation.live.features.feature_setups import replay
 from eldr_sim.validation.live.features.routed import Moments, serve_routed
 
 from .test_features import sent_of

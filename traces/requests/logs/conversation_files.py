@@ -34,14 +34,14 @@ def conversation_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
     """Return the requests of conversations, one after the other; raises InputError."""
     rng = np.random.default_rng(0)
     try:
-        given, n = record["prompt_input"], int(record["num_conversations"])
-        turns = -(-np.maximum(_drawn(given["num_turns"], n, rng), 2) // 2)
-        prefix = _drawn(given["prefix_num_tokens"], n, rng)
+        prompt_input, n = record["prompt_input"], int(record["num_conversations"])
+        turns = -(-np.maximum(_drawn(prompt_input["num_turns"], n, rng), 2) // 2)
+        prefix = _drawn(prompt_input["prefix_num_tokens"], n, rng)
         common = 0
-        if "common_prefix_num_tokens" in given:
-            common = int(_drawn(given["common_prefix_num_tokens"], 1, rng)[0])
+        if "common_prefix_num_tokens" in prompt_input:
+            common = int(_drawn(prompt_input["common_prefix_num_tokens"], 1, rng)[0])
         total = int(turns.sum())
-        users = np.maximum(_drawn(given["num_tokens"], total, rng), 1)
+        users = np.maximum(_drawn(prompt_input["num_tokens"], total, rng), 1)
         answers = np.maximum(_drawn(record["prompt_output"]["num_tokens"], total, rng), 1)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise InputError(str(file), "are no conversations to generate", _ALLOWED) from None

@@ -141,11 +141,11 @@ def sessions_of(columns: Columns) -> Sessions:
     parent = np.full(n, -1, np.int32)
     same = key[order[1:]] == key[order[:-1]]
     parent[order[1:][same]] = order[:-1][same]
-    found = {"session": number[inverse]}
+    sessions = {"session": number[inverse]}
     if not same.any():
-        return found
+        return sessions
     gaps = np.where(parent >= 0, columns.when_ns - columns.when_ns[parent], 0) / 1e9
-    return found | {"parent": parent, "gap_s": gaps, "after_end": np.zeros(n, np.bool_)}
+    return sessions | {"parent": parent, "gap_s": gaps, "after_end": np.zeros(n, np.bool_)}
 
 
 def _linked(when_ns: Ints, links: Sequence[Link]) -> Sessions:

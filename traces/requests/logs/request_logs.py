@@ -118,11 +118,11 @@ class _Asked:
     def of_table(self, file: Path, known: LogFormat | None, names: list[str]) -> TableColumns:
         """Return the columns of a table; raises InputError."""
         given = {} if self.columns is None else parse_columns(self.columns)
-        found = columns_of(known, given, names, self.time_unit)
-        if found.output is None and self.output_len is None:
+        columns = columns_of(known, given, names, self.time_unit)
+        if columns.output is None and self.output_len is None:
             problem = "has no lengths of answers"
             raise InputError(str(file), problem, "--output-len N, of all of them")
-        return found
+        return columns
 
     def only_tables(self, file: Path, kind: str) -> None:
         """Raise InputError where options name columns or units of what is no table."""
@@ -181,7 +181,7 @@ def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
                 records = record if isinstance(record, list) else _inside(record)
             if records is None:
                 records = [_json(line) for line in text.splitlines() if line.strip()]
-            records = [each for each in records if isinstance(each, dict)]
+            records = [record for record in records if isinstance(record, dict)]
             names = json_names(records)
         else:
             names, records = table_files.sniff(file)
@@ -204,27 +204,29 @@ def _text_content(file: Path, asked: _Asked) -> _Found:
         first = lines.readline()
     if (refused := refused_format(first, None)) is not None:
         raise _refusal(file, refused)
-    known = _known_table(file, asked, names, records, first)
-    if known is not None and known.name == "frontier sessions":
-        asked.only_tables(file, known.name)
+    known_table = _known_table(file, asked, names, records, first)
+    if known_table is not None and known_table.name == "frontier sessions":
+        asked.only_tables(file, known_table.name)
         numbered = table_files.csv_rows(file)
         rows = chat_files.frontier_rows(file, numbered)
-        return _Found(known.name, _columns(file, rows), "s of sessions, then think times")
+        return _Found(known_table.name, _columns(file, rows), "s of sessions, then think times")
     made, found = table_files.read_csv(
-        file, lambda header: asked.of_table(file, known, header), asked.output_len
+        file, lambda header: asked.of_table(file, known_table, header), asked.output_len
     )
-    return _table(file, "csv", known, made, found)
+    return _table(file, "csv", known_table, made, found)
 
 
 def _parquet(file: Path, asked: _Asked) -> _Found:
     from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
 
     names, records = table_files.parquet_start(file)
-    known = _known_table(file, asked, names, records, f"Parquet with columns {', '.join(names)}")
-    made, found = table_files.read_parquet(
-        file, lambda header: asked.of_table(file, known, header), asked.output_len
+    known_table = _known_table(
+        file, asked, names, records, f"Parquet with columns {', '.join(names)}"
     )
-    return _table(file, "parquet", known, made, found)
+    made, found = table_files.read_parquet(
+        file, lambda header: asked.of_table(file, known_table, header), asked.output_len
+    )
+    return _table(file, "parquet", known_table, made, found)
 
 
 def _json_content(file: Path, asked: _Asked) -> _Found:
@@ -247,19 +249,19 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
             raise InputError(str(file), "holds more than one result", "one result a file")
         others = map(_json, chain(rest, filter(str.strip, lines)))
         head = list(islice(others, _FIRST_RECORDS))
-        found = _sessions(file, asked, chain([record], head, others), record)
-        if found is not None:
-            return found
+        sessions = _sessions(file, asked, chain([record], head, others), record)
+        if sessions is not None:
+            return sessions
     if not isinstance(record, dict):
         problem = f"got {first.strip()!r:.60}"
         raise InputError(f"{file} line 1", problem, "an object a line")
     records = [record, *(each for each in head if isinstance(each, dict))]
     names = json_names(records)
-    known = _known_table(file, asked, names, records, first)
-    made = asked.of_table(file, known, names)
+    known_table = _known_table(file, asked, names, records, first)
+    made = asked.of_table(file, known_table, names)
     allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
     found_rows = table_files.read_json_lines(file, made, allowed, asked.output_len)
-    return _table(file, "json lines", known, made, found_rows)
+    return _table(file, "json lines", known_table, made, found_rows)
 
 
 def _document(file: Path, asked: _Asked, record: Any) -> _Found:
@@ -294,19 +296,19 @@ def _document(file: Path, asked: _Asked, record: Any) -> _Found:
     if isinstance(record, dict) and (whole := _sessions(file, asked, [record], record)) is not None:
         return whole
     records = record if isinstance(record, list) else _inside(record)
-    head = next((each for each in records if isinstance(each, dict)), None)
+    head = next((record for record in records if isinstance(record, dict)), None)
     if head is None:
         raise InputError(str(file), "holds no records", "JSON objects, one for each request")
     found_sessions = None if head is record else _sessions(file, asked, records, head)
     if found_sessions is not None:
         return found_sessions
     names = json_names(records)
-    known = _known_table(file, asked, names, records[:_FIRST_RECORDS], json.dumps(head))
-    made = asked.of_table(file, known, names)
+    known_table = _known_table(file, asked, names, records[:_FIRST_RECORDS], json.dumps(head))
+    made = asked.of_table(file, known_table, names)
     allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
     what = "line" if head is record else "request"
     rows_found = table_files.read_records(file, records, made, allowed, asked.output_len, what)
-    return _table(file, "json", known, made, rows_found)
+    return _table(file, "json", known_table, made, rows_found)
 
 
 def _sessions(file: Path, asked: _Asked, records: Iterable[Any], first: Any) -> _Found | None:

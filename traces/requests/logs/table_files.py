@@ -396,18 +396,18 @@ def _links(table: Any, columns: TableColumns) -> list[Link]:
         return [None] * n if name is None else table[name].to_pylist()
 
     after_ms, after_s = of(columns.after_ms), of(columns.after_s)
-    found = []
+    links = []
     for session, name, parent, joins, ms, s in zip(
         of(columns.session), of(columns.name), of(columns.parent), of(columns.joins),
         after_ms, after_s, strict=True,
     ):  # fmt: skip
         after = s if ms is None else ms / 1e3
         before = session_of(parent)
-        found.append(
+        links.append(
             Link(session_of(session), after, session_of(name), "" if before == "-1" else before,
                  joins or ())
         )  # fmt: skip
-    return found
+    return links
 
 
 def _numbers(values: Any) -> Any:

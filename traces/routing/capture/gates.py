@@ -42,8 +42,8 @@ class Gate:
 
 def decoder_layer(name: str) -> int | None:
     """Return the number of the decoder layer in a module's dotted name, None if it has none."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else None
 
 
 def find_gates(model: Any) -> list[Gate]:

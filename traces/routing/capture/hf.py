@@ -223,8 +223,12 @@ def _generation(
     one token more than asked for, whose forward pass never runs."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
-    eos = own.eos_token_id if own.eos_token_id is not None else model.config.eos_token_id
+    generation_config = model.generation_config
+    eos = (
+        generation_config.eos_token_id
+        if generation_config.eos_token_id is not None
+        else model.config.eos_token_id
+    )
     stops: set[int] = set()
     if eos is not None and not ignore_eos:
         stops = set(eos) if isinstance(eos, list | tuple) else {int(eos)}
@@ -241,7 +245,7 @@ def _generation(
     try:
         yield stops
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
 
 
 def _output_len(tokens: NDArray[Any], stops: set[int], max_new_tokens: int) -> int:

@@ -134,11 +134,11 @@ def failure(log: str) -> str:
     """Return why vLLM failed, in one line of its log: the first exception is the cause."""
     lines = log.splitlines()
     for number, line in enumerate(lines):
-        found = re.search(r"(?:^|\s)(?:\w+\.)*(\w*(?:Error|Exception): .+)", line)
-        if found and "validation error for" in line:  # pydantic: the reason is on the next line
+        match = re.search(r"(?:^|\s)(?:\w+\.)*(\w*(?:Error|Exception): .+)", line)
+        if match and "validation error for" in line:  # pydantic: the reason is on the next line
             return lines[min(number + 1, len(lines) - 1)].strip().removeprefix("Value error, ")
-        if found:
-            return found[1].strip()
+        if match:
+            return match[1].strip()
     return f"failed: {lines[-1].strip()}" if lines else "failed without a word"
 
 

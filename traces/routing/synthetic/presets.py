@@ -157,8 +157,8 @@ def _of_gpt_oss(n_layers: int, n_experts: int) -> Preset:
 
 
 def _of_lite(n_layers: int, n_experts: int, top_k: int) -> Preset:
-    own = Parameters(**_MIDDLE, **_LITE)
-    return Preset(n_layers, n_experts, top_k, "gpt-oss-20b", own, _LOW, _HIGH, _LITE_FIGURES)
+    parameters = Parameters(**_MIDDLE, **_LITE)
+    return Preset(n_layers, n_experts, top_k, "gpt-oss-20b", parameters, _LOW, _HIGH, _LITE_FIGURES)
 
 
 PRESETS: dict[str, Preset] = {

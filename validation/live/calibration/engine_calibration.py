@@ -160,10 +160,10 @@ class EngineCalibration:
 
     def drift(self, at_s: Floats, probe_s: Floats) -> Drift:
         """Return the drift that an engine's probes show, against the speed of the tables."""
-        known = self.info.drift
-        if known is None:
+        drift = self.info.drift
+        if drift is None:
             return Drift(np.empty(0), np.empty(0), None)
-        return Drift(at_s, probe_s, known.reference_s)
+        return Drift(at_s, probe_s, drift.reference_s)
 
     def step_time(self, model: ModelDims, engine: EngineInfo, max_model_len: int) -> StepTimeModel:
         """Return an engine's step times; raises InputError if a part of a step has no table."""

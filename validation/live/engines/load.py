@@ -288,10 +288,10 @@ _LETTERS = 2_000_000
 
 def domains_of(folder: Path) -> list[str]:
     """Return the domains of a folder of texts, a file ``DOMAIN.txt`` each; InputError if none."""
-    found = sorted(path.stem for path in folder.glob("*.txt"))
-    if not found:
+    domains = sorted(path.stem for path in folder.glob("*.txt"))
+    if not domains:
         raise InputError("texts", f"{folder} has no text", "files DOMAIN.txt")
-    return found
+    return domains
 
 
 @lru_cache(maxsize=1)
@@ -303,12 +303,12 @@ def read_texts(folder: Path, model: str) -> dict[str, Int32s]:
     if not path.exists():
         raise InputError("model", f"{path} is not there", "a model with its tokenizer, for --texts")
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    found = {}
+    texts = {}
     for name in domains_of(folder):
         try:
             text = (folder / f"{name}.txt").read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise InputError("texts", f"{name}.txt: {error}", "a text in UTF-8") from None
         ids = tokenizer.encode(text[:_LETTERS], add_special_tokens=False).ids
-        found[name] = np.array(ids, np.int32)
-    return found
+        texts[name] = np.array(ids, np.int32)
+    return texts

@@ -25,7 +25,7 @@ from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrat
 from eldr_sim.validation.live.engines.load import Load, LoadRequest, domain_slices, write_draft
 from eldr_sim.validation.live.engines.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.engines.setups import Endpoint, Setup, started_setup
-from eldr_sim.validation.live.features import features
+from eldr_sim.validation.live.features import feature_setups as features
 from eldr_sim.validation.live.features.routed import serve_routed
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.report.comparison import noise_floor
@@ -298,20 +298,20 @@ def _figure(summary: Mapping[str, Any], name: str) -> float:
 
 def _errors(live: Sequence[Row], simulated: Sequence[Row]) -> Row:
     """Return by figure: means over repeats, the mean of the errors' sizes, noise and verdict."""
-    found: Row = {}
+    errors: Row = {}
     for name, q in features.FIGURES:
         figure = f"{name} p{q}"
         mine, ours = [r[figure] for r in live], [r[figure] for r in simulated]
         mean, noise = float(np.mean(mine)), noise_floor(mine)
         size = float(np.mean([abs(s / m - 1) for s, m in zip(ours, mine, strict=True)])) * 100
-        found[figure] = {"live_ms": mean, "simulated_ms": float(np.mean(ours)),
+        errors[figure] = {"live_ms": mean, "simulated_ms": float(np.mean(ours)),
                          "error_percent": 100 * (float(np.mean(ours)) / mean - 1),
                          "abs_error_percent": size, "noise_percent": noise}  # fmt: skip
         if figure in GOALS:
             within = noise is not None and size <= noise
             met = "met" if size <= GOALS[figure] else "within the noise" if within else "missed"
-            found[figure] |= {"goal_percent": GOALS[figure], "verdict": met}
-    return found
+            errors[figure] |= {"goal_percent": GOALS[figure], "verdict": met}
+    return errors
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibr
 from eldr_sim.validation.live.engines.load import Load
 from eldr_sim.validation.live.engines.servers import EngineProcess
 from eldr_sim.validation.live.engines.setups import Setup, start_proxy
-from eldr_sim.validation.live.features.features import (
+from eldr_sim.validation.live.features.feature_setups import (
     Sent,
     figures,
     live_times,

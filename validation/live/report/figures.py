@@ -219,13 +219,13 @@ def _largest(summary: Row, names: Row, metric: str) -> Row:
     for row in summary["components"]:
         if names.items() <= row.items() and row["repeat"] is None and row["component"] != "sum":
             parts[row["of"]][row["component"]] = row
-    found: list[Row] = []
+    rows: list[Row] = []
     for component, row in parts["ttft"].items():
         values = {key: row[key] for key in ("live_ms", "simulated_ms", "difference_ms")}
         if metric == "tpot":
             values = {key: parts["e2el"][component][key] - values[key] for key in values}
-        found.append({"component": component} | values)
-    return max(found, key=lambda each: abs(each["difference_ms"]))
+        rows.append({"component": component} | values)
+    return max(rows, key=lambda each: abs(each["difference_ms"]))
 
 
 def _policies(paired: Sequence[Row]) -> list[Row]:
@@ -340,7 +340,7 @@ def foretold_unions(run: LiveRun, calibration: RoutingTrace) -> Row:
     one batch. None without such steps."""
     model = cached_activation(calibrated_requests(calibration))
     counts = run.trace.prompt_counts(np.arange(run.trace.n_requests))
-    log = np.array([log_idle(on_grid(model.predict(each))) for each in counts])
+    log = np.array([log_idle(on_grid(model.predict(count))) for count in counts])
     mean, n_layers = log_idle(on_grid(model.mean_activation)), run.trace.n_layers
     done = compositions_of(run, run.steps)
     records = [

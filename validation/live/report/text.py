@@ -19,7 +19,7 @@ _CAPTIONS = {
 
 
 def markdown(document: Row) -> str:
-    """Return the text of a report, from the content of ``comparison.json`` (`report.report`)."""
+    """Return the text of a report, from the content of ``comparison.json`` (`live_report`)."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -73,15 +73,15 @@ def run_clock(run: LiveRun, calibrated: EngineCalibration) -> Clock:
 
 
 def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Clock:
-    known = calibrated.info.drift
-    if known is None:
+    drift = calibrated.info.drift
+    if drift is None:
         return Clock(np.empty(0), np.empty(0))
     name = np.array(run.steps["engine"].to_pylist())
     at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()
     moments = np.unique(at[np.isin(name, sorted(engines)) & np.isfinite(probe)])
     of = [name == engine for engine in sorted(engines)]
     factors = [calibrated.drift(at[own], probe[own]).factor(moments) for own in of]
-    logs = [known.step * np.log(each) for each in factors]
+    logs = [drift.step * np.log(factor) for factor in factors]
     return Clock(moments, np.exp(np.mean(logs, axis=0)) if len(moments) else moments)
 
 

@@ -100,14 +100,14 @@ def _compared(
 
 def _unions(campaign: Path, runs: Sequence[LiveRun]) -> list[Row]:
     """Return `foretold_unions` of the runs whose set-up has ELDR's offline fit."""
-    found = []
+    unions = []
     for run in runs:
         trace = campaign / "calibration" / run.info.setup / "trace"
         if trace.exists():
             name = {key: getattr(run.info, key) for key in ("setup", "policy", "repeat")}
             name["load"] = run.info.load.name
-            found.append(name | foretold_unions(run, open_trace(trace)))
-    return found
+            unions.append(name | foretold_unions(run, open_trace(trace)))
+    return unions
 
 
 def _place(run: LiveRun) -> tuple[Any, ...]:

@@ -228,21 +228,21 @@ def read_metrics(url: str) -> dict[str, float]:
     parser = needed("prometheus_client.parser", "live run")
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for family in parser.text_string_to_metric_families(text):
         if family.type in ("counter", "gauge"):
             for sample in family.samples:
                 if family.type == "gauge" or sample.name.endswith("_total"):
                     name = sample.name.removeprefix("vllm:").removesuffix("_total")
                     name += f"_{sample.labels['position']}" if "position" in sample.labels else ""
-                    found[name] = found.get(name, 0.0) + sample.value
-    return found
+                    metrics[name] = metrics.get(name, 0.0) + sample.value
+    return metrics
 
 
 def _clock(log: Path, requests: pa.Table, calibrated: EngineCalibration) -> Clock:
     """Return the clock of an engine while it served requests, by the probes of its worker."""
-    known = calibrated.info.drift
-    if known is None:
+    drift = calibrated.info.drift
+    if drift is None:
         return Clock(np.empty(0), np.empty(0))
     begin = float(np.min(requests["sent_s"].to_numpy()))
     end = max(times[-1] for times in requests["token_s"].to_pylist() if times)
@@ -254,7 +254,7 @@ def _clock(log: Path, requests: pa.Table, calibrated: EngineCalibration) -> Cloc
                 if begin <= line["start"] <= end and line["probe"] is not None:
                     probes.append((line["start"], line["probe"]))
     at, taken = np.array(probes, np.float64).reshape(-1, 2).T
-    return Clock(at, calibrated.drift(at, taken).factor(at) ** known.step)
+    return Clock(at, calibrated.drift(at, taken).factor(at) ** drift.step)
 
 
 class Replay(NamedTuple):
@@ -368,11 +368,11 @@ def _gone_before(sent: Sent) -> NDArray[np.intp]:
     client with so many seats sends the next request when one comes free, and gets to the engine
     when it has begun another step: had the simulation's seats no way between, it would not."""
     before = np.array([request.parent for request in sent.load.requests])
-    most = sent.max_concurrency
-    if most is not None:
+    max_concurrency = sent.max_concurrency
+    if max_concurrency is not None:
         ended = np.argsort([times[-1] for times in sent.requests["token_s"].to_pylist()])
         order = np.argsort(sent.requests["sent_s"].to_numpy(), kind="stable")
-        before[order[most:]] = ended[: max(0, len(order) - most)]
+        before[order[max_concurrency:]] = ended[: max(0, len(order) - max_concurrency)]
     return before
 
 
