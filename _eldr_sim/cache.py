@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eldr_sim.errors import EldrSimWarning, InputError
-from eldr_sim.outputs import whole_file
+from eldr_sim.outputs import CACHE, whole_file
 from eldr_sim.phases import report_phase
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
@@ -203,11 +203,7 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
         warn(reason)
         return None
     try:
-        with (
-            closed_to_others(),
-            whole_file(path, "cache") as temporary,
-            temporary.open("wb") as file,
-        ):
+        with closed_to_others(), whole_file(path, CACHE) as temporary, temporary.open("wb") as file:
             write(file)
     except (InputError, OSError) as error:
         warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")

@@ -13,8 +13,11 @@ from typing import NoReturn, TextIO
 import click
 
 from eldr_sim.errors import EldrSimWarning, InputError, StalledError
+from eldr_sim.outputs import forget_written, written
 
 _tracebacks = False
+#: Paths that a command names when it ends early.
+_MOST_WRITTEN = 4
 
 
 class _Terminated(KeyboardInterrupt):
@@ -32,6 +35,7 @@ def run_command(command: click.Command) -> None:
     code 2; a run that gets no further is one line and 1; Ctrl-C is 130, SIGTERM 143. Our own
     warnings are one line, too."""
     show = warnings.showwarning
+    forget_written()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as it is where a shell has closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -64,15 +68,15 @@ def run_command(command: click.Command) -> None:
         click.echo(f"{usage}{error_is}{' '.join(message.split())}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stopped:
-        terminated = isinstance(stopped.__cause__ or stopped, _Terminated)  # click makes it Abort
-        click.echo(
-            f"{'Terminated' if terminated else 'Interrupted'}: nothing was written.", err=True
-        )
+        cause = stopped.__cause__ or stopped  # click makes it Abort
+        terminated = isinstance(cause, _Terminated)
+        said = " ".join(_left(cause)) or "nothing was written."
+        click.echo(f"{'Terminated' if terminated else 'Interrupted'}: {said}", err=True)
         sys.exit(143 if terminated else 130)
     except (InputError, OSError, MemoryError, RecursionError, OverflowError) as error:
         if _tracebacks:
             traceback.print_exc()
-        _fail(_one_line(error))
+        _fail("; ".join([_one_line(error), *_left(error)]))
     except StalledError as error:
         if _tracebacks:
             traceback.print_exc()
@@ -83,6 +87,21 @@ def run_command(command: click.Command) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _Terminated
+
+
+def _left(error: BaseException) -> list[str]:
+    """Say what a command that ends early leaves on the disk: what it has written whole, and what
+    the notes of the error say (`outputs.keeping`)."""
+    paths = written()
+    said = [f"{path} is written." for path in paths]
+    if len(paths) > _MOST_WRITTEN:
+        said = [f"{len(paths)} files and folders are written, {paths[-1]} last."]
+    notes: list[str] = []
+    link: BaseException | None = error
+    while link is not None:  # closing a file on a full disk raises again
+        notes += [note for note in getattr(link, "__notes__", ()) if note not in notes]
+        link = link.__cause__ or link.__context__
+    return [*said, *notes]
 
 
 def _one_line(error: Exception) -> str:

@@ -4,12 +4,45 @@ import csv
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+
+#: What this command has begun to move to its place, with its inode number, in order.
+_moved: list[tuple[Path, int]] = []
+#: The field of files in the user's cache, which are not output.
+CACHE = "cache"
+
+
+def forget_written() -> None:
+    """Begin a command, which has written nothing."""
+    _moved.clear()
+
+
+def written() -> list[Path]:
+    """Return the files and folders that this command has written whole, in order."""
+    return [path for path, inode in _moved if path.exists() and path.stat().st_ino == inode]
+
+
+def _move(temporary: Path, out: Path) -> None:
+    _moved.append((out, temporary.stat().st_ino))
+    os.replace(temporary, out)
+
+
+@contextmanager
+def keeping(say: Callable[[], str]) -> Iterator[None]:
+    """Add a note to whatever interrupts the block: what is kept and how to continue.
+
+    ``say``: returns the note, or nothing; called after the interruption."""
+    try:
+        yield
+    except BaseException as error:
+        if said := say():
+            error.add_note(said)
+        raise
 
 
 @contextmanager
@@ -28,7 +61,10 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
         with _named(out, temporary, field):
             yield temporary
             temporary.chmod(0o644)
-            os.replace(temporary, out)
+            if field == CACHE:
+                os.replace(temporary, out)
+            else:
+                _move(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -42,6 +78,7 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
         raise InputError(field, f"cannot write {out}: {error.strerror}") from None
+    old: Path | None = None
     try:
         with _named(out, temporary, field):
             yield temporary
@@ -49,12 +86,13 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
             if out.exists():
                 old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
                 os.replace(out, old)
-                os.replace(temporary, out)
-                shutil.rmtree(old)
-            else:
-                os.replace(temporary, out)
+            _move(temporary, out)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if old is not None and not out.exists():
+            os.replace(old, out)
+        for path in (temporary, old):
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

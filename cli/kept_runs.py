@@ -1,13 +1,12 @@
 """The runs of a command that takes long, kept beside its output until that is written."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
+from eldr_sim.outputs import written
 
 if TYPE_CHECKING:  # the simulator takes long to import
     from eldr_sim.planning.runs.journal import Journal
@@ -36,18 +35,14 @@ def kept_runs(
         return
     folder = unfinished(out)
     header = {"eldr-sim": version("eldr-sim")} | (identity or {})
-    try:
-        with open_journal(folder, header, resume, what) as journal:
-            try:
-                yield journal
+    with open_journal(folder, header, resume, what) as journal:
+        try:
+            yield journal
+            journal.discard()
+        finally:
+            if out in written():
                 journal.discard()
-            finally:
-                if not journal.outcomes:
-                    for path in folder.iterdir():
-                        if path.name != FILE_NAME:
-                            path.unlink()
-    except KeyboardInterrupt:
-        if not folder.exists():
-            raise
-        click.echo(f"Interrupted: {folder} keeps the ended runs; --resume continues", err=True)
-        sys.exit(130)
+            if not journal.outcomes:
+                for path in folder.iterdir():
+                    if path.name != FILE_NAME:
+                        path.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,25 +78,16 @@ def profile(
         parallelism.check(target.model)
     parts = PARTS if only is None else tuple(part.strip() for part in only.split(","))
     opened = open_device(options["device"], options["threads"])
-    try:
-        with progress_bar(f"Profiling {opened.facts['device']}") as update:
-            found = session.profile(
-                targets,
-                opened,
-                out,
-                budget_s=options["budget"],
-                parts=parts,
-                resume=options["resume"],
-                progress=lambda share, _task: update(share),
-            )
-    except KeyboardInterrupt:
-        if not (out / session.JOURNAL).exists():
-            raise
-        click.echo(
-            f"Interrupted: {out / session.JOURNAL} keeps what was measured; go on with --resume.",
-            err=True,
+    with progress_bar(f"Profiling {opened.facts['device']}") as update:
+        found = session.profile(
+            targets,
+            opened,
+            out,
+            budget_s=options["budget"],
+            parts=parts,
+            resume=options["resume"],
+            progress=lambda share, _task: update(share),
         )
-        sys.exit(130)
     pictures = plot_profile(out, found.tables, found.summary) if plot else []
     _report(found, time.monotonic() - start)
     gpu = out / "gpu.json" if (out / "gpu.json").exists() else opened.name

@@ -6,7 +6,6 @@ import math
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ from click import IntRange
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.decorators import option
 from eldr_sim.errors import InputError
-from eldr_sim.outputs import whole_file
+from eldr_sim.outputs import keeping, whole_file
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -64,6 +63,7 @@ def published(
     TensorRT-LLM that come with `pip install eldr-sim[aiconfigurator]`. What has ended is kept:
     after Ctrl-C the same command goes on."""
     from eldr_sim.validation.published import runs as launched
+    from eldr_sim.validation.published.journal import JOURNALS, kept
 
     if sum(way is not None for way in (out, freeze, compare)) != 1:
         raise InputError("out", "of --out, --freeze and --compare one is needed", "one of them")
@@ -85,17 +85,18 @@ def published(
     assert out is not None
     default = ("launches", "aiconfigurator") if find_spec("aiconfigurator_core") else ("launches",)
     parts = parts or (default if rows is None else ("launches",))
-    if "launches" in parts:
-        from eldr_sim.validation.published import runs_page
+    with keeping(lambda: kept(out, *JOURNALS)):
+        if "launches" in parts:
+            from eldr_sim.validation.published import runs_page
 
-        with progress_bar("runs") as update:
-            found = launched.predict_runs(wanted, out, jobs, update)
-        runs_page.write(wanted, found, out, "eldr-sim validate published", _today())
-        for line in runs_page.headline(wanted, found):
-            click.echo(line)
-        click.echo(f"Wrote {out / 'runs.md'}")
-    if "aiconfigurator" in parts:
-        _aiconfigurator(out, engine, most, every, jobs, **old)
+            with progress_bar("runs") as update:
+                found = launched.predict_runs(wanted, out, jobs, update)
+            runs_page.write(wanted, found, out, "eldr-sim validate published", _today())
+            for line in runs_page.headline(wanted, found):
+                click.echo(line)
+            click.echo(f"Wrote {out / 'runs.md'}")
+        if "aiconfigurator" in parts:
+            _aiconfigurator(out, engine, most, every, jobs, **old)
 
 
 def _aiconfigurator(
@@ -124,7 +125,8 @@ def _aiconfigurator(
         found = record.predict_record(wanted, out, jobs, update)
     rows = record.read() if every == 1 and not models and engine is None else wanted
     table = record.table_of(rows, found, others)
-    csv.write_csv(table, out / "rows.csv")
+    with whole_file(out / "rows.csv") as file:
+        csv.write_csv(table, file)
     record.write_page(table, out / "record.md", "eldr-sim validate published", _today())
     by = ("engine", "mode")
     for line in record.cell_lines(list(record.cells(table, by)), by):
@@ -138,8 +140,8 @@ def _freeze(path: Path, runs: list[Any], jobs: int | None) -> None:
 
     if path.exists():
         raise InputError("freeze", f"{path} exists", "a new file")
-    with TemporaryDirectory() as work, progress_bar("runs") as update:
-        found = predict_runs(runs, Path(work), jobs, update)
+    with progress_bar("runs") as update:
+        found = predict_runs(runs, None, jobs, update)
     checksum = freeze.freeze(path, runs, found, version("eldr-sim"), _today())
     predicted = sum(isinstance(what, dict) for what in found.values())
     known = sum(any(run.measured) for run in runs)

@@ -58,23 +58,17 @@ def sweep(
         return
     if out is None:
         raise InputError("out", "no folder for the sweep", "--out DIR, or --dry-run")
-    try:
-        with sweep_bar(file.stem) as update:
-            result = run_sweep(
-                spec,
-                out,
-                resume=resume,
-                force=force,
-                jobs=jobs,
-                backend=cast("Backend", backend),
-                address=address,
-                progress=update,
-            )
-    except KeyboardInterrupt:
-        if not out.exists():
-            raise
-        click.echo(f"Interrupted: {out} keeps the ended runs; --resume continues.", err=True)
-        sys.exit(130)
+    with sweep_bar(file.stem) as update:
+        result = run_sweep(
+            spec,
+            out,
+            resume=resume,
+            force=force,
+            jobs=jobs,
+            backend=cast("Backend", backend),
+            address=address,
+            progress=update,
+        )
     _print(result)
     click.echo(f"Wrote {out}")
     if COMPLETED not in result.points["status"].to_pylist():

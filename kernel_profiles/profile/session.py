@@ -33,7 +33,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.profile.table_fit import Difference, differences
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
-from eldr_sim.outputs import whole_file
+from eldr_sim.outputs import keeping, whole_file
 
 JOURNAL = "journal.jsonl"
 #: A reference point is measured again after this many seconds; a run ends if its clocks drift by
@@ -161,8 +161,9 @@ def profile(
         (record.row["n"], record.row["k"]) for record in journal.records if record.kind == "gemm"
     }
     tasks = make_plan(targets, device, parts, known)
-    skipped = measure(tasks, device, journal, start + budget_s, progress, clock)
-    return write(journal, device, tasks, skipped, clock() - start)
+    with keeping(lambda: f"{journal.path} keeps what was measured; --resume continues."):
+        skipped = measure(tasks, device, journal, start + budget_s, progress, clock)
+        return write(journal, device, tasks, skipped, clock() - start)
 
 
 def measure(

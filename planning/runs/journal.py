@@ -5,13 +5,14 @@ resumed, and that run repeated. The file is locked until the process that writes
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import keeping
 from eldr_sim.planning.runs.runner import Outcome
 from eldr_sim.planning.runs.sweep_spec import first_change
 
@@ -21,19 +22,32 @@ FILE_NAME = "runs.jsonl"
 class Journal:
     """Outcomes of runs by configuration key; see `open_journal`."""
 
-    def __init__(self, file: IO[bytes], outcomes: dict[str, Outcome]) -> None:
-        self._file = file
+    def __init__(
+        self, file: IO[bytes], header: Any, outcomes: dict[str, Outcome], replaces: Sequence[Path]
+    ) -> None:
+        self._file, self._header, self._replaces = file, header, replaces
         self.outcomes = outcomes
 
     def add(self, outcome: Outcome) -> None:
         """Add an outcome; it is on disk when this returns."""
-        self.outcomes[outcome.key] = outcome
-        self._file.write(_line(asdict(outcome)))
-        _sync(self._file)
+        try:
+            if not self.outcomes:
+                for path in self._replaces:
+                    path.unlink(missing_ok=True)
+                self._file.truncate(0)
+                self._file.write(_line(self._header))
+            self._file.write(_line(asdict(outcome)))
+            self.outcomes[outcome.key] = outcome
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.outcomes.pop(outcome.key, None)
+            raise InputError("out", f"cannot write {self._file.name}: {error.strerror}") from None
 
     def discard(self) -> None:
         """Forget all outcomes: the folder is removed when the block of the journal ends."""
         self.outcomes.clear()
+        self._file.truncate(0)
 
 
 @contextmanager
@@ -43,15 +57,15 @@ def open_journal(
     resume: bool,
     what: str = "sweep",
     *,
-    replace: bool = False,
+    replaces: Sequence[Path] = (),
 ) -> Iterator[Journal]:
     """Open the journal of a folder, and make the folder; remove it again if no run has ended with
     the block.
 
     ``header``: identity, compared as JSON; ``resume``: continue an existing journal; ``what`` it
-    is of; ``replace``: forget the runs that it holds. Raises InputError if another process writes
-    to the folder; if it is not empty and ``resume`` is false; if it belongs to another sweep, or
-    is damaged before its last line."""
+    is of; ``replaces``: files that go, with the runs that the folder holds, when the first run
+    ends. Raises InputError if another process writes to the folder; if it is not empty and
+    ``resume`` is false; if it belongs to another sweep, or is damaged before its last line."""
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:
@@ -63,16 +77,23 @@ def open_journal(
         raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
     with file:
         _lock(file, folder, what)
-        if replace:
-            file.truncate(0)
-        journal = Journal(file, _read(file, folder, json.loads(json.dumps(header)), resume, what))
+        header = json.loads(json.dumps(header))
+        outcomes = {} if replaces else _read(file, folder, header, resume, what)
+        journal = Journal(file, header, outcomes, replaces)
         try:
-            yield journal
+            with keeping(lambda: _kept(folder, journal)):
+                yield journal
         finally:
-            if not journal.outcomes:
+            if not journal.outcomes and os.fstat(file.fileno()).st_size == 0:
                 with suppress(OSError):
                     (folder / FILE_NAME).unlink()
                     folder.rmdir()
+
+
+def _kept(folder: Path, journal: Journal) -> str:
+    done = len(journal.outcomes)
+    runs = f"{done} ended run{'s' * (done != 1)}"
+    return f"{folder} keeps {runs}; --resume continues." if done else ""
 
 
 def _lock(file: IO[bytes], folder: Path, what: str) -> None:
@@ -111,8 +132,6 @@ def _read(
     outcomes = {outcome.key: outcome for outcome in records[1:]}
     if not outcomes:
         file.truncate(0)
-        file.write(_line(header))
-        _sync(file)
         return {}
     if not resume:
         done = f"{len(outcomes)} run{'s' * (len(outcomes) != 1)} done"
@@ -129,8 +148,3 @@ def _read(
 
 def _line(value: Any) -> bytes:
     return (json.dumps(value) + "\n").encode()
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -97,10 +97,12 @@ def sweep(
     folder = None if out is None else Path(out)
     if resume and force:
         raise InputError("force", "together with --resume", "one of the two")
-    kept = nullcontext() if folder is None else open_journal(folder, header, resume, replace=force)
+    kept = (
+        nullcontext()
+        if folder is None
+        else open_journal(folder, header, resume, replaces=[folder / MARKER] if force else ())
+    )
     with kept as journal:
-        if force and folder is not None:
-            (folder / MARKER).unlink(missing_ok=True)
         outcomes = _run_all(configs, journal, jobs, backend, address, progress)
         result = SweepResult(
             points_table(spec, outcomes),

@@ -255,7 +255,7 @@ def test_an_interrupted_plan_goes_on(run_cli, monkeypatch, tmp_path):
     cut = Interrupted(after=10)
     code, _, err = planned(cut, tmp_path / "cut")
     assert code == 130
-    assert err.splitlines()[-1].endswith("keeps the ended runs; --resume continues")
+    assert err.splitlines()[-1].endswith("keeps 10 ended runs; --resume continues.")
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "cut.unfinished"}
     code, _, err = planned(Interrupted(), tmp_path / "cut")
     assert (code, "holds a plan, 10 runs done (allowed: --resume" in err) == (2, True)

@@ -379,7 +379,7 @@ def test_command_says_how_to_go_on(run_cli, tmp_path, sweep_file, fake_runs, mon
     monkeypatch.setattr(points, "simulate_summary", interrupted)
     code, text, err = run_cli("sweep", sweep_file, "--out", out, "--jobs", 1)
     assert (code, text) == (130, "")
-    assert err == f"Interrupted: {out} keeps the ended runs; --resume continues.\n"
+    assert err.lstrip() == f"Interrupted: {out} keeps 3 ended runs; --resume continues.\n"
     assert run_cli("sweep", sweep_file, "--out", out, "--jobs", 1, "--resume")[0] == 0
 
 

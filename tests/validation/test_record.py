@@ -12,6 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.simulator.setup.config.engine_rules import HOST_WAIT_MS
 from eldr_sim.validation.published import launch_scripts, record, silicon_rows
+from eldr_sim.validation.published.journal import OF_RECORD
 from eldr_sim.validation.published.launch_scripts import Script
 from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case, Workers
@@ -72,7 +73,7 @@ def test_a_cut_run_goes_on(make_file, tmp_path, monkeypatch):
 
     monkeypatch.setattr(record, "_figures", predict)
     first = {"key": rows[0].key, "found": {"tpot": 12.0, "ttft": 30.0}}
-    (tmp_path / record.JOURNAL).write_text(json.dumps(first) + "\n" + '{"key": "llama')
+    (tmp_path / OF_RECORD).write_text(json.dumps(first) + "\n" + '{"key": "llama')
     found = record.predict_record(rows, tmp_path, jobs=1)
     assert asked == [1]
     assert found[rows[0].key]["tpot"] == 12.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import keeping
 from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.validation.live.calibration import engine_calibration
 from eldr_sim.validation.live.calibration.setup_calibration import (
@@ -118,6 +119,10 @@ class Campaign:
             return read_texts(self.texts, self.options.model)
         return domain_slices(engine_calibration.model_of(self.config).vocab_size)
 
+    def kept(self) -> str:
+        """Say what an interrupted campaign keeps."""
+        return f"{self.out} keeps what was recorded; the same command continues."
+
     def fits(self, setup: Setup) -> bool:
         """Whether a policy of the set-up needs ELDR's offline fit."""
         return "eldr" in self.policies and len(setup.decode) > 1 and bool(setup.prefill)
@@ -153,18 +158,20 @@ def record_campaign(
     folders: list[Path] = []
     if decode:
         setup = existing_setup(campaign.out / "logs", prefill, decode)
-        return record_setup(campaign, setup, progress)
+        with keeping(campaign.kept):
+            return record_setup(campaign, setup, progress)
     gpu = "gpu" in machine()
-    for name in setups:
-        n_decode = sum(role != "prefill" for _, role in SETUPS[name])
-        planned = [out for out, *_ in _planned(campaign, name, n_decode)]
-        if all(out.exists() for out in planned):
-            folders += planned
-            continue
-        log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
-        progress(f"{name}: starting vLLM", 0.0)
-        with started_setup(name, campaign.options, log, gpu=gpu) as setup:
-            folders += record_setup(campaign, setup, progress)
+    with keeping(campaign.kept):
+        for name in setups:
+            n_decode = sum(role != "prefill" for _, role in SETUPS[name])
+            planned = [out for out, *_ in _planned(campaign, name, n_decode)]
+            if all(out.exists() for out in planned):
+                folders += planned
+                continue
+            log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
+            progress(f"{name}: starting vLLM", 0.0)
+            with started_setup(name, campaign.options, log, gpu=gpu) as setup:
+                folders += record_setup(campaign, setup, progress)
     return folders
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.outcome.error_band import Kind
 from eldr_sim.validation.published import record, runs
-from eldr_sim.validation.published.journal import read_journal
+from eldr_sim.validation.published.journal import OF_RECORD, OF_RUNS, read_journal
 
 _COMMON = (
     "model", "gpu", "request_rate", "max_concurrency", "requests", "input_len", "output_len",
@@ -32,7 +32,7 @@ def compared_rows(folder: Path) -> list[ComparedRow]:
     """Return the rows of both records that a folder has predictions of, without those that a
     constant was fitted on and those in doubt; raises InputError where there are none."""
     found = []
-    predictions = read_journal(folder / runs.JOURNAL)
+    predictions = read_journal(folder / OF_RUNS)
     for run in runs.read_runs():
         what = predictions.get(run.name)
         if isinstance(what, dict) and run.measured and run.used != "fit":
@@ -40,7 +40,7 @@ def compared_rows(folder: Path) -> list[ComparedRow]:
             common = tuple(run.row.get(name, "") for name in _COMMON)
             own = " ".join(run.row[name] for name in ("engine", "launch"))
             found.append(ComparedRow(run.row["publisher"], kind, run.measured, what, common, own))
-    older = read_journal(folder / record.JOURNAL)
+    older = read_journal(folder / OF_RECORD)
     for row in record.read() if older else ():
         what = None if row.run is None else older.get(row.key)
         if isinstance(what, dict) and row.run is not None and not row.run.excluded:

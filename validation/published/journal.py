@@ -2,40 +2,65 @@
 on."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, no_progress
 
+#: Journals of a folder: of runs with their launch lines, and of rows of aiconfigurator-core.
+OF_RUNS, OF_RECORD = JOURNALS = "runs.jsonl", "predictions.jsonl"
 #: Figures, or why there are none.
 Found = dict[str, float] | str
 
 
 def predicted(
     tasks: Mapping[str, Callable[[], Found]],
-    journal: Path,
+    journal: Path | None,
     jobs: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Found]:
     """Call all tasks that the journal does not hold, in their order; return what all yield by key.
 
-    ``jobs``: processes, one a CPU when None."""
+    ``journal``: None keeps nothing; ``jobs``: processes, one a CPU when None."""
     from joblib import Parallel, delayed  # takes long to import
 
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    found = read_journal(journal)
+    found = {} if journal is None else read_journal(journal)
     todo = {key: task for key, task in tasks.items() if key not in found}
     calls = (delayed(_timed)(key, task) for key, task in todo.items())
-    with journal.open("a", encoding="utf-8") as file:
-        made: Any = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)
-        for done, (key, what, cpu_s) in enumerate(made(calls), 1):
-            found[key] = what
-            file.write(json.dumps({"key": key, "found": what, "cpu_s": round(cpu_s, 2)}) + "\n")
-            file.flush()
-            progress(done / len(todo))
+    made: Any = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)
+    try:
+        if journal is not None:
+            journal.parent.mkdir(parents=True, exist_ok=True)
+        with open(journal or os.devnull, "a", encoding="utf-8") as file:
+            for done, (key, what, cpu_s) in enumerate(made(calls), 1):
+                found[key] = what
+                entry = {"key": key, "found": what, "cpu_s": round(cpu_s, 2)}
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                progress(done / len(todo))
+    except OSError as error:
+        raise InputError("out", f"cannot write {journal}: {error.strerror}") from None
     return found
+
+
+def kept(folder: Path, *journals: str) -> str:
+    """Say what an interrupted command keeps in the journals of a folder, which is removed if it
+    holds nothing."""
+    with suppress(OSError):
+        for path in map(folder.joinpath, journals):
+            if path.exists() and path.stat().st_size == 0:
+                path.unlink()
+        folder.rmdir()
+    if not folder.exists():
+        return ""
+    done = sum(len(read_journal(folder / name)) for name in journals)
+    predictions = f"{done} ended prediction{'s' * (done != 1)}"
+    return f"{folder} keeps {predictions}; the same command continues."
 
 
 def read_journal(journal: Path) -> dict[str, Found]:

@@ -18,10 +18,10 @@ import pyarrow as pa
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, no_progress
-from eldr_sim.outputs import markdown_table
+from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.validation.published import advice, silicon_rows
-from eldr_sim.validation.published.journal import predicted
+from eldr_sim.validation.published.journal import OF_RECORD, predicted
 from eldr_sim.validation.published.silicon import (
     Form,
     Load,
@@ -40,7 +40,6 @@ from eldr_sim.validation.published.silicon_rows import (
     target_of,
 )
 
-JOURNAL = "predictions.jsonl"
 _METRICS = ("tpot", "ttft")
 
 
@@ -128,7 +127,7 @@ def predict_record(
     todo = {row.key: row for row in rows if row.run is not None}
     order = sorted(todo.values(), key=_size)
     tasks = {row.key: partial(_figures, row, str(folder)) for row in order}
-    return predicted(tasks, folder / JOURNAL, jobs, progress)
+    return predicted(tasks, folder / OF_RECORD, jobs, progress)
 
 
 def _size(row: Row) -> tuple[bool, int]:
@@ -292,7 +291,8 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
     lines += ["## The worst twenty in TPOT", "", *markdown_table(columns, worst_lines), ""]
     lines += [f"![Predicted over measured figures]({path.stem}.png)", ""]
     write_picture(path.with_suffix(".png"), lambda figure: _scatter(figure, kept), (9.0, 4.5))
-    path.write_text("\n".join(lines), encoding="utf-8")
+    with whole_file(path) as page:
+        page.write_text("\n".join(lines), encoding="utf-8")
 
 
 def why(row: Any) -> str:

@@ -22,7 +22,7 @@ from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.published.journal import predicted
+from eldr_sim.validation.published.journal import OF_RUNS, predicted
 
 #: What a row has been used for: a constant was chosen on it; a cause that was mended was found on
 #: it; neither.
@@ -38,7 +38,6 @@ _FIELDS = {
     "requests": "num_requests", "input_len": "input_len", "output_len": "output_len",
     "length_range": "random_range_ratio",
 }  # fmt: skip
-JOURNAL = "runs.jsonl"
 _ENGINES = ("vllm", "sglang", "trtllm")
 
 
@@ -160,15 +159,15 @@ def predict(run: PublishedRun) -> dict[str, float] | str:
 
 def predict_runs(
     runs: Iterable[PublishedRun],
-    folder: Path,
+    folder: Path | None,
     jobs: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, dict[str, float] | str]:
     """Predict rows, model by model (their routing is drawn once); returns predictions, or why there
-    are none, by name. ``folder``: of a journal, which is continued."""
+    are none, by name. ``folder``: of a journal, which is continued; None keeps nothing."""
     order = sorted(runs, key=lambda run: run.row["model"])
     tasks = {run.name: partial(predict, run) for run in order}
-    return predicted(tasks, folder / JOURNAL, jobs, progress)
+    return predicted(tasks, None if folder is None else folder / OF_RUNS, jobs, progress)
 
 
 def kind_of_run(run: PublishedRun, in_flight: float) -> Kind:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from eldr_sim.outputs import markdown_table
+from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.validation.published.journal import Found
 from eldr_sim.validation.published.runs import PublishedRun
 
@@ -103,7 +103,8 @@ def write(
             refused[f"not compared: {run.doubt}"].append(run.name)
     why = [[str(len(names)), names[0], reason] for reason, names in refused.items()]
     text += ["## Not predicted or not compared", "", *markdown_table(["rows", "first", "why"], why)]
-    (folder / "runs.md").write_text("\n".join([*text, ""]), encoding="utf-8")
+    with whole_file(folder / "runs.md") as page:
+        page.write_text("\n".join([*text, ""]), encoding="utf-8")
     table = [
         {
             "name": line.run.name, "publisher": line.run.row["publisher"], "used": line.run.used,
@@ -113,4 +114,5 @@ def write(
         for line in lines
     ]  # fmt: skip
     if table:
-        csv.write_csv(pa.Table.from_pylist(table), folder / "runs.csv")
+        with whole_file(folder / "runs.csv") as file:
+            csv.write_csv(pa.Table.from_pylist(table), file)

@@ -14,7 +14,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Row
-from eldr_sim.outputs import markdown_table, whole_file
+from eldr_sim.outputs import keeping, markdown_table, whole_file
 from eldr_sim.validation.live.calibration.engine_calibration import (
     EngineCalibration,
     model_of,
@@ -60,14 +60,15 @@ def check_features(campaign: Campaign, names: Sequence[str], progress: Told) -> 
     folder = campaign.out / "features"
     folder.mkdir(exist_ok=True)
     todo = [name for name in names if not (folder / f"{name}.json").exists()]
-    if todo:
-        base = _serve_base(campaign, [features.FEATURES[name].load for name in todo], progress)
-        for name in todo:
-            found = _check(campaign, name, base, progress)
-            found |= {"machine": machine(), "versions": versions()}
-            text = json.dumps(found | {"doubts": base.calibrated.info.doubts}, indent=2)
-            with whole_file(folder / f"{name}.json") as file:
-                file.write_text(text + "\n", encoding="utf-8")
+    with keeping(campaign.kept):
+        if todo:
+            base = _serve_base(campaign, [features.FEATURES[name].load for name in todo], progress)
+            for name in todo:
+                found = _check(campaign, name, base, progress)
+                found |= {"machine": machine(), "versions": versions()}
+                text = json.dumps(found | {"doubts": base.calibrated.info.doubts}, indent=2)
+                with whole_file(folder / f"{name}.json") as file:
+                    file.write_text(text + "\n", encoding="utf-8")
     files = sorted(folder.glob("*.json"), key=lambda file: list(features.FEATURES).index(file.stem))
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     with whole_file(campaign.out / "features.md") as file:
