@@ -217,7 +217,11 @@ def _drafts(
     """Compare numbers of drafts; returns what is to be said below the table, too."""
     from eldr_sim.planning.compare.drafts import compare_drafts
 
-    wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or "1,4,16,64", "concurrencies")
+    given = config.requests.max_concurrency
+    if given is not None and concurrencies is not None:
+        raise InputError("max_concurrency", "beside --concurrencies", "one of the two")
+    usual = "1,4,16,64" if given is None else str(given)
+    wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or usual, "concurrencies")
     with progress_bar("comparing drafts") as update:
         found = compare_drafts(config, *wanted, seeds, jobs=jobs, progress=update)
     ranges = f"num_speculative_tokens_per_batch_size {[list(each) for each in found.by_batch]}"

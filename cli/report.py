@@ -31,7 +31,7 @@ from eldr_sim.reports.page import write_report
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.
 
-    DIR is the folder of a run, a comparison, a sweep or a plan; several runs stand side by side."""
+    DIR is the folder of a run, comparison, what-if, sweep or plan; runs stand side by side."""
     write_report(folders, out, force=force)
     click.echo(f"Wrote {out} ({out.stat().st_size / 1e3:,.0f} kB)")
 

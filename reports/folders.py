@@ -12,13 +12,22 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.parquet import read_table
 
-Kind = Literal["run", "comparison", "sweep", "plan"]
+Kind = Literal["run", "comparison", "what-if", "drafts", "autoscalers", "sweep", "plan"]
 #: Files that identify the kind of a folder, the most specific first.
 _FILES: dict[Kind, tuple[str, ...]] = {
     "plan": ("plan.json", "points.parquet"),
     "sweep": ("sweep.json", "points.parquet", "aggregate.parquet"),
+    "what-if": ("what_if.json", "runs.parquet"),
     "comparison": ("summary.json", "runs.parquet"),
+    "drafts": ("summary.json", "drafts.parquet"),
+    "autoscalers": ("summary.json", "autoscalers.parquet"),
     "run": ("summary.json", "config.json", "requests.parquet", "steps.parquet"),
+}
+_ALLOWED = "a folder that eldr-sim run, compare, what-if, sweep or plan wrote with --out"
+#: Folders of other commands, by a file of theirs, and what to read instead of a report.
+_OTHERS = {
+    "claims.csv": "holds figures of a study; its pictures and claims.csv are the report",
+    "bench.sh": "holds files that launch a plan's answer; a report is made of the plan's --out",
 }
 
 
@@ -36,7 +45,7 @@ class Folder:
 def open_folders(paths: Sequence[Path]) -> list[Folder]:
     """Read result folders; raises InputError if one is no result, is given twice or unreadable."""
     if not paths:
-        raise InputError("DIR", "no folder given", "folders that run, compare, sweep or plan wrote")
+        raise InputError("DIR", "no folder given", _ALLOWED)
     resolved = [path.resolve() for path in paths]
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
@@ -69,8 +78,9 @@ def contents_of(*folders: Folder) -> Iterator[None]:
 def _open(path: Path, name: str) -> Folder:
     kinds = [k for k, files in _FILES.items() if all((path / file).is_file() for file in files)]
     if not kinds:
-        allowed = "a folder that eldr-sim run, compare, sweep or plan wrote with --out"
-        raise InputError("DIR", f"{path} is no {'result' if path.is_dir() else 'folder'}", allowed)
+        own = f"is no {'result' if path.is_dir() else 'folder'}"
+        other = next((text for file, text in _OTHERS.items() if (path / file).is_file()), own)
+        raise InputError("DIR", f"{path} {other}", _ALLOWED)
     files = [path / file for file in _FILES[kinds[0]]]
     documents = {file.stem: _read_json(file) for file in files if file.suffix == ".json"}
     tables = {file.stem: _read_table(file) for file in files if file.suffix == ".parquet"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,26 @@ from eldr_sim.errors import PLOT, InputError, needed
 from eldr_sim.kinds import AnyPath
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
-from eldr_sim.reports.folders import Folder, contents_of, open_folders
+from eldr_sim.reports.comparison_section import comparison_section, rows_section, what_if_section
+from eldr_sim.reports.folders import Folder, Kind, contents_of, open_folders
 from eldr_sim.reports.pictures import Colours
 from eldr_sim.reports.plan_section import plan_section
-from eldr_sim.reports.run_section import comparison_section, runs_section
+from eldr_sim.reports.run_section import runs_section
 from eldr_sim.reports.sweep_section import sweep_section
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
+#: How the section of a kind of folder is made, and its template.
+_SECTIONS: dict[Kind, tuple[Callable[[Folder, Colours], dict[str, Any]], str]] = {
+    "comparison": (comparison_section, "comparison.html"),
+    "what-if": (what_if_section, "comparison.html"),
+    "drafts": (rows_section, "rows.html"),
+    "autoscalers": (rows_section, "rows.html"),
+    "sweep": (sweep_section, "sweep.html"),
+    "plan": (plan_section, "plan.html"),
+}
 
 
 def report(folders: Sequence[AnyPath]) -> str:
@@ -91,7 +100,8 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
             continue
         with contents_of(folder):
             section = section_of(folder, colours, runs)
-            template = environment.get_template(f"{folder.kind}.html")
+            name = "run.html" if folder.kind == "run" else _SECTIONS[folder.kind][1]
+            template = environment.get_template(name)
             try:
                 content = template.render(section=section)
             except UndefinedError as error:
@@ -104,7 +114,7 @@ def section_of(folder: Folder, colours: Colours, runs: Sequence[Folder] = ()) ->
     """Return the content of a folder's section; that of a run shows all ``runs``."""
     if folder.kind == "run":
         return runs_section(runs or [folder], colours)
-    return _SECTIONS[folder.kind](folder, colours)
+    return _SECTIONS[folder.kind][0](folder, colours)
 
 
 def _digits(packed: bytes) -> str:

@@ -1,118 +1,25 @@
-"""Sections of runs, alone or side by side, and of comparisons: policies over the same requests."""
+"""Sections of runs, alone or side by side."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from eldr_sim.kinds import Row
-from eldr_sim.planning.slo import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import (
     LATENCIES,
-    METRICS,
     STATISTICS,
     Table,
     Value,
     bounds_in_words,
-    difference,
-    interval,
-    nan,
     number,
     plain,
     table,
-    without_unit,
 )
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.pictures import Colours, intervals
+from eldr_sim.reports.pictures import Colours
 from eldr_sim.reports.run_pictures import run_pictures
 from eldr_sim.simulator.outcome.catalogue import LATENCIES as METRICS_OF
-from eldr_sim.simulator.outcome.catalogue import better
-from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.outcome.result_parts import headline_of, parts_of
-
-
-def comparison_section(folder: Folder, colours: Colours) -> Row:
-    """Return the content of ``comparison.html``."""
-    summary = folder.documents["summary"]
-    runs = folder.tables["runs"].to_pylist()
-    config, seeds = summary["config"], summary["seeds"]
-    names = list(dict.fromkeys(row["policy"] for row in runs))
-    metrics = [metric for metric in METRICS if metric in runs[0]]
-    headings = [*(METRICS[metric] for metric in metrics), "failed requests"]
-    means: list[list[Value]] = []
-    for name in names:
-        own = [row for row in runs if row["policy"] == name]
-        means.append([name, *(mean_known([row[m] for row in own]) for m in metrics)])
-        means[-1].append(sum(row["failed"] for row in own))
-    each = [
-        [row["policy"], row["seed"], *(row[metric] for metric in metrics), row["failed"]]
-        for row in runs
-    ]
-    of_seeds = f"mean over {seeds} seeds" if seeds > 1 else "one seed"
-    fields = [[name, plain(value)] for name, value in config.items()]
-    references = dict.fromkeys(d["reference"] for d in summary["differences"])
-    return {
-        "title": f"Policies compared: {', '.join(names)}",
-        "config": config,
-        "seeds": seeds,
-        "basis": basis(summary["summaries"]) if "summaries" in summary else None,
-        "answer": _winners(summary, metrics),
-        "figures": table(f"Figures, {of_seeds}", ["policy", *headings], means),
-        "differences": [_differences(summary, name, metrics, colours) for name in references],
-        "runs": table("Figures of every run", ["policy", "seed", *headings], each),
-        "configuration": table("Configuration", ["field", "value"], fields),
-    }
-
-
-def _winners(summary: Row, metrics: list[str]) -> list[tuple[str, str]]:
-    """Return the best policy by the first latencies against the best load balancer, what limits
-    each policy, and the error band."""
-    reference = summary["best_load_balancer"]
-    lines = []
-    for metric in [m for m in metrics if better(m) == "lower"][:4]:
-        own = [
-            d
-            for d in summary["differences"]
-            if (d["reference"], d["metric"]) == (reference, metric) and d["percent"] is not None
-        ]
-        best = min(own, key=lambda d: float(d["percent"]), default=None)
-        text = f"{reference}, the best load balancer"
-        if best is not None and best["percent"] < 0.0:
-            ends = nan(best["percent"]), nan(best["low"]), nan(best["high"])
-            text = f"{best['policy']}: {interval(*ends, signs=True)}% against {text}"
-            if not best["high"] or best["high"] >= 0.0:
-                text += "; the seeds do not show a difference"
-        lines.append((f"Lowest {without_unit(METRICS[metric])}", text))
-    summaries = summary.get("summaries", {})
-    limited: dict[str, list[str]] = {}
-    for name, of in summaries.items():
-        if limits := of.get("limits"):
-            limited.setdefault(limits["bottleneck"], []).append(name)
-    lines += [("What limits it", f"{what} ({', '.join(of)})") for what, of in limited.items()]
-    bands = {one_line(of["error_band"]): None for of in summaries.values() if of.get("error_band")}
-    return lines + [("Error band", text.removeprefix("Error band: ")) for text in bands]
-
-
-def _differences(summary: Row, reference: str, metrics: list[str], colours: Colours) -> Row:
-    best = " (best load balancer)" if reference == summary["best_load_balancer"] else ""
-    pictures = []
-    cells: dict[str, list[Value]] = {}
-    for metric in metrics:
-        rows = [
-            (d["policy"], nan(d["percent"]), nan(d["low"]), nan(d["high"]))
-            for d in summary["differences"]
-            if (d["reference"], d["metric"]) == (reference, metric)
-        ]
-        for policy, *ends in rows:
-            cells.setdefault(policy, []).append(difference(*ends))
-        dots = [(*row, colours("policy", row[0])) for row in rows]
-        label = f"difference from {reference}, %"
-        pictures.append(intervals(without_unit(METRICS[metric]), label, dots))
-    columns = ["policy", *(without_unit(METRICS[metric]) for metric in metrics)]
-    title = f"Difference from {reference}{best}, % [95% interval]"
-    note = "Paired over seeds, Student's t. Filled dots: the interval leaves 0 out."
-    paired = table(title, columns, [[policy, *row] for policy, row in cells.items()], note)
-    return {"table": paired, "pictures": pictures}
-
 
 Summaries = dict[str, dict[str, Any]]
 

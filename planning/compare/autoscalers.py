@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import run_paired
 from eldr_sim.planning.runs.run_cache import Summary
@@ -68,6 +70,11 @@ class ScalingComparison(Written):
             "best_fixed": self.fixed,
             "autoscalers": self.rules,
         }
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the figures, a row a rule."""
+        rows = [{"autoscaler": name, **figures} for name, figures in self.rules.items()]
+        return {"autoscalers": pa.Table.from_pylist(rows)}
 
 
 def compare_autoscalers(

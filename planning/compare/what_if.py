@@ -118,6 +118,7 @@ class WhatIf(Written):
             "seeds": len(self.base),
             "changes": [change.record() for change in self.changes],
             "provenance": self.base[0]["provenance"],
+            "summaries": {name: own[0] for name, own in self.named()},
         }
 
     def tables(self) -> dict[str, pa.Table]:

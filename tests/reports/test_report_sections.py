@@ -8,8 +8,10 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
+from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.sweep import sweep
 from eldr_sim.reports.cells import number
+from eldr_sim.reports.folders import open_folders
 from eldr_sim.reports.page import report
 from eldr_sim.simulator.results import write_json
 
@@ -217,3 +219,38 @@ def test_a_plan_of_rates_shows_rates_and_gains(pages):
         "2P3D on H100 under eldr, 5 GPUs, $12.50 an hour: 1.25 [0.50, 2.00] requests/s",
         "eldr carries +1.25 [+0.50, +2.00]% against jsq on H100 (2 paired seeds)",
     ]
+
+
+DENSE = ("--model", "Llama-3.1-8B", "--output-len", "10", "--seeds", "1", "--jobs", "1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "told"),
+    [
+        ("what-if", ("compare", *DENSE, "--num-requests", "10", "--topology", "1C,1P1D"),
+         "Changes compared: topology=1C, topology=1P1D"),
+        ("drafts", ("compare", *DENSE, "--topology", "1C", "--drafts", "1", "--max-concurrency",
+                    "2", "--num-requests", "8", "--speculative-config",
+                    '{"method": "eagle3", "num_speculative_tokens": 1}'),
+         "drafts at 2 requests in flight"),
+        ("autoscalers", ("compare", *DENSE, "--topology", "2C", "--load", "ladder:2,4@3",
+                         "--autoscale", "hpa"), "Best fixed fleet"),
+    ],
+)  # fmt: skip
+def test_every_comparison_has_a_page(kind, command, told, run_cli, tmp_path):
+    code, _, err = run_cli(*command, "--out", tmp_path / "out")
+    assert code == 0, err
+    (folder,) = open_folders([tmp_path / "out"])
+    assert folder.kind == kind
+    page = Page(report([tmp_path / "out"]))
+    assert told in page.root.text
+    assert len(page.tables()) >= 2
+
+
+@pytest.mark.parametrize("file", ["claims.csv", "bench.sh", "notes.txt"])
+def test_other_folders_say_what_a_report_is_made_of(file, tmp_path):
+    (tmp_path / file).touch()
+    with pytest.raises(InputError) as error:
+        report([tmp_path])
+    assert "what-if, sweep or plan" in error.value.allowed
+    assert ("is no result" in error.value.problem) == (file == "notes.txt")
