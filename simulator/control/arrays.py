@@ -129,6 +129,7 @@ def make_run(
     apart = (~pools["mixed_steps"] | (pools["rides_on"] & (pools["drafts"] > 0))).any()
     places = most_seqs * (2 if apart else 1)
     moves = (pools["long_prefill_token_threshold"] > 0) | pools["token_with_kv"]
+    moves |= pools["preempt_by_key"]
     places += int(moves.any())
     most_pending = most_seqs + most_at_once(spec.front_end) + 1
     if spec.reserves_early:  # perhaps for all at once

@@ -301,6 +301,7 @@ SEQUENCE = np.dtype(
         ("drafts", np.int32),  # and the drafts that it verifies, or placeholders, not counted here
         ("ticket", np.int32),  # its place among those that the engine has admitted
         ("got", np.int64),  # output tokens of its last step
+        ("rejected", np.int64),  # drafts of it, where the next one is planned before that is known
         ("room", np.int64),  # tokens up to the longest context
         ("output_len", np.int64),  # of its request
         ("tokens_left", np.int64),  # output tokens still to generate

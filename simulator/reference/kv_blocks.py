@@ -90,7 +90,7 @@ class KVCacheManager:
     def needed(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence lacks for its next step: room for what it computes and
         for as many drafts again, up to the longest context (``allocate_slots``)."""
-        slots = sequence.context + sequence.tokens + self.lookahead
+        slots = sequence.context + sequence.rejected + sequence.tokens + self.lookahead
         table = sequence.request.tables[self]
         return max(0, -(-min(slots, self.max_model_len) // self.size) - len(table))
 

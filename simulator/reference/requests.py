@@ -87,6 +87,7 @@ class Sequence:
     chunk: int = 0  #: tokens of its context that the next step computes
     drafts: int = 0  #: that the next step verifies
     got: int = 0  #: output tokens of its last step
+    rejected: int = 0  #: drafts of its last step, which the next one is planned without knowing
 
     @property
     def prompt_done(self) -> bool:

@@ -77,7 +77,8 @@ class Scheduler:
         self.requests.add(request)
         if not request.kv_here:
             request.queued_s = self.worker.env.now
-        if self.config.async_scheduling and (self.running or self.riding):
+        busy = self.running or self.riding or self.worker.step_end > self.worker.env.now
+        if self.config.async_scheduling and busy:
             self.late.append(request)
         else:
             self._queue(request)
@@ -179,23 +180,95 @@ class Scheduler:
     # --- the next step ---
 
     def schedule(self, defers_prompts: bool) -> None:
-        """Plan the next step: preempt, then admit and give out the token budget (``schedule``).
+        """Plan the next step: running requests first, then those that wait (``schedule``).
 
         ``defers_prompts``: prompts are left alone in it, engines of a group decode meanwhile."""
         if self.is_idle:  # no step has been scheduled yet
             self.free_ended()
             self.queue_late()
-        if self.preempt(prompts=not defers_prompts):
-            defers_prompts = defers_prompts and bool(self.decoding)  # else nothing is computed
-            if not defers_prompts:
-                self.fill()
+        while self.schedule_running(defers_prompts or self.closed):
             self.closed = self.has_step()  # after a preemption no request is admitted in the step
-        for sequence in self.decoding:
-            self.take_slots(sequence)
+            if self.closed:
+                break
+            defers_prompts = defers_prompts and bool(self.decoding)
+            self.free_ended()  # nothing is computed: it plans again at once
+            self.queue_late()
         if not self.closed:
             self.admit(defers_prompts)
         if defers_prompts and self.has_step():
             self.closed = True  # it is planned again before the step after
+
+    def schedule_running(self, defers_prompts: bool) -> bool:
+        """Give running sequences tokens and KV blocks, in the order of their admission; returns
+        whether one was preempted.
+
+        While blocks lack, the one that was admitted last goes, or under priority scheduling the
+        last in the queue order. If that is the one that lacks them, all behind it sit the step
+        out."""
+        preempts = False
+        for sequence in sorted(self.planned + self.prefilling, key=lambda s: s.ticket):
+            prompt = sequence in self.prefilling
+            if (prompt and defers_prompts) or not (prompt or sequence in self.planned):
+                continue
+            while self.lacking(sequence) > len(self.kv.pool.free):
+                preempts, victim = True, self.victim()
+                self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
+                if victim is sequence:
+                    self.sit_out(sequence.ticket)
+                    return True
+            if prompt:
+                self.compute(sequence)
+            else:
+                self.take_slots(sequence)
+        return preempts
+
+    def victim(self) -> Sequence:
+        """Return the sequence to preempt: that admitted last, or the last in the queue order."""
+        victims = self.running
+        if self.worker.pool.then < 0:  # the blocks of the others are still to be fetched
+            victims = victims + self.ended
+        by_key = self.spec.preempt_by_key
+        return max(victims, key=lambda s: s.request.priority if by_key else s.ticket)
+
+    def preempt(self, victim: Sequence, scheduled: bool) -> None:
+        """Take a sequence's blocks; it waits before all others, or where its key belongs, and
+        recomputes its context (``_preempt_request``). One that has ended goes for good.
+
+        ``scheduled``: the step had been planned with it, and its next token may be looked up
+        though it is never computed."""
+        request = victim.request
+        request.preemptions += 1
+        if victim in self.ended:
+            self.ended.remove(victim)
+            self.riding = [s for s in self.riding if s is not victim]
+            self.kv.release(request)
+            return
+        if victim in self.prefilling:
+            self.prefilling.remove(victim)
+        else:
+            self.leave_batch(victim)
+            unknown = victim.got * self.frees_late if scheduled else 1 + self.unprocessed(victim)
+            self.kv.cache_blocks(request, request.tokens - unknown)
+        self.kv.release(request)
+        self.preempted.insert(0, request)
+        if self.spec.preempt_by_key:
+            self.preempted.sort(key=lambda other: other.priority)
+
+    def leave_batch(self, sequence: Sequence) -> None:
+        """Take out a sequence that was to decode in the next step."""
+        self.decoding.remove(sequence)
+        if sequence in self.joined:  # there has been no step since
+            self.joined.remove(sequence)
+        else:
+            sequence.request.last_token_s = self.worker.env.now
+
+    def sit_out(self, ticket: int) -> None:
+        """Let the sequences that were admitted after one compute nothing in the next step."""
+        for sequence in [s for s in self.decoding if s.ticket > ticket]:
+            self.leave_batch(sequence)
+            self.prefilling.append(sequence)
+        self.riding = [s for s in self.riding if s.ticket < ticket]
+        self.prefilling.sort(key=lambda s: s.ticket)
 
     def process_output(self) -> bool:
         """Free what has ended, and queue those that came too late, once a step is planned, which
@@ -212,44 +285,6 @@ class Scheduler:
         ended, self.ended = self.ended, []
         for sequence in ended if self.worker.pool.then < 0 else ():
             self.kv.release(sequence.request)
-
-    def preempt(self, prompts: bool) -> bool:
-        """Take sequences back until the others have the KV blocks that they need, with ``prompts``
-        those that compute their contexts, too; returns whether.
-
-        The one that was admitted last goes, or under priority scheduling the last in the queue
-        order. It loses its blocks, waits before all others, and recomputes its context
-        (``_preempt_request``). One that has ended and not been freed goes for good."""
-        preempts, by_key = False, self.spec.preempt_by_key
-        while not self.fits(self.prompt_blocks() if prompts else 0):
-            preempts = True
-            if self.allocates_chunks:
-                self.take_in_order()
-            victims = self.running
-            if self.worker.pool.then < 0:  # the blocks of the others are still to be fetched
-                victims = victims + [s for s in self.ended if s not in self.riding]
-            victim = max(victims, key=lambda s: s.request.priority if by_key else s.ticket)
-            request = victim.request
-            if victim in self.ended:
-                self.ended.remove(victim)
-                self.kv.release(request)
-                request.preemptions += 1
-                continue
-            if victim in self.prefilling:
-                self.prefilling.remove(victim)
-            else:
-                self.decoding.remove(victim)
-                self.kv.cache_blocks(request, request.tokens - 1 - self.unprocessed(victim))
-                if victim in self.joined:  # there has been no step since
-                    self.joined.remove(victim)
-                else:
-                    request.last_token_s = self.worker.env.now
-            self.kv.release(request)
-            request.preemptions += 1
-            self.preempted.insert(0, request)
-            if by_key:
-                self.preempted.sort(key=lambda other: other.priority)
-        return preempts
 
     def unprocessed(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence have KV in blocks that cannot be found yet: accepted
@@ -376,27 +411,32 @@ class Scheduler:
         return self.threshold if self.threshold and others > 1 else math.inf
 
     def fill(self) -> None:
-        """Fill the token budget with contexts to compute, the one begun first (chunked prefill).
-
-        One whose last chunk is in the step decodes its next token in it."""
-        longest_chunk = self.longest_chunk()
+        """Fill the token budget with contexts to compute, the one begun first (chunked prefill)."""
         for sequence in list(self.prefilling):
-            left = sequence.context - sequence.cached - sequence.chunk
-            n = int(min(left, self.budget(), longest_chunk - sequence.chunk))
-            if n > 0:
-                sequence.chunk += n
-                if self.allocates_chunks:
-                    computed = sequence.cached + sequence.chunk
-                    self.kv.grow(sequence, self.kv.needed_for(sequence, computed))
-                self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
-            if sequence.cached + sequence.chunk < sequence.context or self.only_prompts:
-                continue
-            if sequence.chunk + sequence.tokens > longest_chunk:
-                continue
-            if self.budget() < sequence.tokens:
-                return  # too little is left for what it decodes
+            self.compute(sequence)
+
+    def compute(self, sequence: Sequence) -> None:
+        """Compute a part of a context in the next step; with its last chunk, decode a token."""
+        chunk, decodes = self.next_chunk(sequence)
+        if chunk > 0:
+            sequence.chunk += chunk
+            if self.allocates_chunks:
+                computed = sequence.cached + sequence.chunk
+                self.kv.grow(sequence, self.kv.needed_for(sequence, computed))
+            self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
+        if decodes:
             self.prefilling.remove(sequence)
             self.join(sequence)
+
+    def next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
+        """Return how many tokens more of a context the next step has room for, and whether it
+        decodes the next token then."""
+        most, budget = self.longest_chunk(), self.budget()
+        left = sequence.context - sequence.cached - sequence.chunk
+        chunk = int(max(0, min(left, budget, most - sequence.chunk)))
+        if chunk < left or self.only_prompts or sequence.chunk + chunk + sequence.tokens > most:
+            return chunk, False
+        return chunk, budget - chunk >= sequence.tokens
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence get a token in the next step."""
@@ -407,28 +447,26 @@ class Scheduler:
 
     # --- KV blocks ---
 
+    @property
+    def planned(self) -> list[Sequence]:
+        """The sequences that the next step decodes and that have KV blocks: one that rides along
+        has them until the step has been planned."""
+        return [s for s in self.riding if s in self.ended] + self.decoding
+
     def fits(self, n: int) -> bool:
         """Whether ``n`` blocks are free beside those that the running sequences need."""
         free = len(self.kv.pool.free) - n
-        return free >= 0 and free >= sum(map(self.kv.needed, self.decoding))
+        return free >= 0 and free >= sum(map(self.kv.needed, self.planned))
 
-    def prompt_blocks(self) -> int:
-        """Return the blocks that the next chunks of running sequences take."""
-        budget, longest_chunk, needed = self.budget(), self.longest_chunk(), 0
-        for sequence in self.prefilling if self.allocates_chunks else ():
-            left = sequence.context - sequence.cached - sequence.chunk
-            n = int(min(left, budget, longest_chunk - sequence.chunk))
-            if budget <= 0 or n < 0:
-                continue
-            budget -= n
-            planned = sequence.chunk + n
-            end = sequence.cached + planned
-            decodes = end == sequence.context and not self.only_prompts
-            if decodes and planned + sequence.tokens <= longest_chunk:
-                end += sequence.tokens if budget >= sequence.tokens else 0
-                budget -= sequence.tokens
-            needed += self.kv.needed_for(sequence, end)
-        return needed
+    def lacking(self, sequence: Sequence) -> int:
+        """Return the blocks that a running sequence lacks for what it computes next."""
+        if sequence not in self.prefilling:
+            return self.kv.needed(sequence)
+        if not self.allocates_chunks:  # it has taken those of its whole context
+            return 0
+        chunk, decodes = self.next_chunk(sequence)
+        end = sequence.cached + sequence.chunk + chunk + decodes * sequence.tokens
+        return self.kv.needed_for(sequence, end)
 
     def take_slots(self, sequence: Sequence) -> None:
         """Take the blocks of a sequence's next step, if they are free, before others look up theirs
@@ -437,18 +475,10 @@ class Scheduler:
         if n <= len(self.kv.pool.free):
             self.kv.grow(sequence, n)
 
-    def take_in_order(self) -> None:
-        """Take the blocks of running sequences as they were admitted, up to the first that lacks
-        some: before those of a victim are free, which may be taken first."""
-        for sequence in sorted(self.decoding, key=lambda s: s.ticket):
-            if self.kv.needed(sequence) > len(self.kv.pool.free):
-                return
-            self.take_slots(sequence)
-
     def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:
         """Take the blocks of a context, or of its first chunk, beside those that running sequences
         need; returns its cached tokens, None if they are not free."""
-        reserved = sum(map(self.kv.needed, self.decoding))
+        reserved = sum(map(self.kv.needed, self.planned))
         chunk = int(min(self.budget(), self.longest_chunk()))
         return self.kv.allocate(
             request, tokens, 0 if fetches else 2 * self.lookahead, reserved,

@@ -211,6 +211,7 @@ class Worker:
             sequence.got = 1
             if self.speculation is not None:
                 sequence.got = self.speculation.outputs(sequence)
+            sequence.rejected = sequence.tokens - sequence.got if scheduler.frees_late else 0
         outputs = sum(s.got for s in batch)
         step = Step(
             self.env.now, end, self.number, sum(s.context for s in batch) + outputs, len(batch),

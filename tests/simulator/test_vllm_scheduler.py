@@ -29,8 +29,8 @@ from .test_engine_by_hand import by_hand
 _HERE = Path(__file__).parent
 _COSTS = {"step": 1.0, "token": 0.03125}
 _LONGEST = 4096
-#: Rules in which every load is equal, and the settings of loads that put them to work.
-EQUAL = {
+#: Rules, and the settings of loads that put them to work.
+FEATURES = {
     "chunked prefill": {},
     "prefix caching": {"shared": True},
     "preemption": {"tight": True},
@@ -47,15 +47,36 @@ EQUAL = {
     "speculative decoding, prefix caching": {"drafts": True, "shared": True},
     "speculative decoding, asynchronous": {"drafts": True, "async": True},
     "speculative decoding, preemption": {"drafts": True, "tight": True, "shared": True},
-}  # fmt: skip
-#: Rules in which some loads are known to differ: their steps are counted and printed.
-KNOWN_TO_DIFFER = {
     "priorities, preemption": {"priority": True, "tight": True, "shared": True},
     "speculative decoding, asynchronous, preemption": {
         "drafts": True, "async": True, "tight": True, "shared": True,
     },
+    "priorities, asynchronous, preemption": {
+        "priority": True, "async": True, "tight": True, "shared": True,
+    },
+    "long_prefill_token_threshold, preemption": {"threshold": True, "tight": True, "shared": True},
+    "long_prefill_token_threshold, asynchronous, preemption": {
+        "threshold": True, "async": True, "tight": True, "shared": True,
+    },
+    "priorities, speculative decoding, preemption": {
+        "priority": True, "drafts": True, "tight": True, "shared": True,
+    },
+    "priorities, speculative decoding, asynchronous, preemption": {
+        "priority": True, "drafts": True, "async": True, "tight": True, "shared": True,
+    },
+    "long_prefill_token_threshold, speculative decoding": {
+        "threshold": True, "drafts": True, "shared": True,
+    },
+    "long_prefill_token_threshold, speculative decoding, asynchronous": {
+        "threshold": True, "drafts": True, "async": True, "shared": True,
+    },
 }  # fmt: skip
-FEATURES = EQUAL | KNOWN_TO_DIFFER
+#: Combinations in which some loads, not recorded, still differ: the live test counts them.
+KNOWN_TO_DIFFER = {
+    "priorities, speculative decoding, asynchronous, preemption",
+    "long_prefill_token_threshold, speculative decoding",
+    "long_prefill_token_threshold, speculative decoding, asynchronous",
+}
 _N_RECORDED = 50
 
 
@@ -223,7 +244,7 @@ def recorded():
 
 @pytest.mark.parametrize("number", range(_N_RECORDED))
 def test_our_engine_equals_vllms_scheduler_step_by_step(ours, recorded, number):
-    feature, seed = loads(_N_RECORDED, list(EQUAL))[number]
+    feature, seed = loads(_N_RECORDED, list(FEATURES))[number]
     steps, requests = told(ours(case(feature, seed)))
     assert steps[:, [0, 2, 3]].tolist() == recorded[number]["steps"]
     assert requests == recorded[number]["requests"]
@@ -231,19 +252,19 @@ def test_our_engine_equals_vllms_scheduler_step_by_step(ours, recorded, number):
 
 def test_the_recorded_loads_hold_what_may_differ(recorded):
     """Cache hits, preemptions, and requests that find blocks of their own."""
-    names = [feature for feature, _ in loads(_N_RECORDED, list(EQUAL))]
+    names = [feature for feature, _ in loads(_N_RECORDED, list(FEATURES))]
     hits, preempted = Counter(), Counter()
     for feature, each in zip(names, recorded, strict=True):
         hits[feature] += sum(each["requests"]["cached_tokens"])
         preempted[feature] += sum(each["requests"]["preemptions"])
-    assert all(hits[name] > 0 for name, about in EQUAL.items() if about.get("shared"))
-    assert all(preempted[name] > 0 for name, about in EQUAL.items() if about.get("tight"))
+    assert all(hits[name] > 0 for name, about in FEATURES.items() if about.get("shared"))
+    assert all(preempted[name] > 0 for name, about in FEATURES.items() if about.get("tight"))
 
 
 @needs_vllm
 @pytest.mark.live
 def test_vllm_does_what_was_recorded():
-    cases = [case(*of) for of in loads(_N_RECORDED, list(EQUAL))]
+    cases = [case(*of) for of in loads(_N_RECORDED, list(FEATURES))]
     found = [compact(done) for done in ask_vllm(cases)]
     path = _HERE / "vllm_steps.json"
     if "VLLM_RECORD" in os.environ:
@@ -267,4 +288,4 @@ def test_2000_loads_equal_vllms_own_scheduler(ours):
     for feature in FEATURES:
         print(f"{feature}: {steps[feature]} steps, {differing[feature]} differ, in "
               f"{wrong_loads[feature]} loads")  # fmt: skip
-    assert not any(wrong_loads[feature] for feature in EQUAL)
+    assert not any(wrong_loads[feature] for feature in FEATURES.keys() - KNOWN_TO_DIFFER)

@@ -108,6 +108,7 @@ class Oracle:
         self.coming = deque(sorted(range(len(self.given)), key=lambda i: self.given[i]["at"]))
         self.ahead = 2 if self.settings.get("async") else 1
         self.flying, self.steps, self.now = deque(), [], 0.0
+        self.preempts = False  # in the last plan
         self.seen = [{"token_s": []} for _ in self.given]
         self.live, self.hasher = {}, None
         if self.settings.get("prefix_caching", True):
@@ -131,9 +132,11 @@ class Oracle:
         """Plan a step, and note what each request computes in it; False if there is none."""
         while self.coming and self.given[self.coming[0]]["at"] <= self.now:
             self.add(self.coming.popleft())
+        self.preempts = False
         if not self.scheduler.has_unfinished_requests():
             return False
         planned = self.scheduler.schedule()
+        self.preempts = bool(planned.preempted_req_ids)
         for new in planned.scheduled_new_reqs:
             self.seen[int(new.req_id)].setdefault("cached", new.num_computed_tokens)
         if not planned.num_scheduled_tokens:
@@ -191,6 +194,8 @@ class Oracle:
                 pass
             if self.flying:
                 self.end_step()
+            elif self.preempts:
+                continue  # it has planned nothing but preemptions, and plans again at once
             elif self.coming and self.given[self.coming[0]]["at"] > self.now:
                 self.now = self.given[self.coming[0]]["at"]
             elif not self.schedule():

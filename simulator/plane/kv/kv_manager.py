@@ -57,8 +57,9 @@ def only_prompts(engines: Engines, w: int) -> Any:
 def fits(engines: Engines, w: int, blocks: int) -> Any:
     """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
     spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]
-    lookahead = engines.pools[engines.pool_of[w]].lookahead
-    if spare >= worker.tokens + worker.batch * lookahead:  # a token needs one at most
+    pool = engines.pools[engines.pool_of[w]]
+    most = worker.tokens + worker.batch * (pool.lookahead + pool.drafts)
+    if worker.riding == 0 and spare >= most:  # a token needs one at most
         return True
     if spare < 0:
         return False
@@ -70,11 +71,33 @@ def blocks_needed(engines: Engines, w: int) -> Any:
     """Return the KV blocks that the batch needs beside its own for the next step's tokens."""
     sequences, size, needed = engines.sequences[w], engines.settings[0].block_size, _NONE
     lookahead = engines.pools[engines.pool_of[w]].lookahead
-    for i in range(engines.workers[w].batch):
+    for k in range(_n_planned(engines.workers[w])):
+        i = _planned(engines, w, k)
         slots = slots_of(sequences[i], lookahead)
         if sequences[i].free_slots < slots:
             needed += blocks_of(slots - sequences[i].free_slots, size)
     return needed
+
+
+@compiled()
+def _n_planned(worker: Any) -> Any:
+    """Return how many sequences the next step decodes that hold blocks: those that ride in it hold
+    theirs until it has been planned."""
+    return worker.batch + (worker.riding if worker.ended_head >= 0 else _NONE)
+
+
+@compiled()
+def _planned(engines: Engines, w: int, k: int) -> Any:
+    """Return the place of the sequence ``k`` of those."""
+    batch = engines.workers[w].batch
+    return np.int64(k) if k < batch else np.int64(engines.sequences.shape[1] // 2 + k - batch)
+
+
+@compiled()
+def take_all_slots(engines: Engines, w: int) -> None:
+    """Take the KV blocks of the next step's decoded tokens, as far as they are free."""
+    for k in range(_n_planned(engines.workers[w])):
+        take_slots(engines, w, _planned(engines, w, k))
 
 
 @compiled()
@@ -88,12 +111,15 @@ def take_slots(engines: Engines, w: int, i: int) -> None:
         if more <= n_free(engines.workers, w):
             take_blank(engines.kv, engines.workers, w, more)
             sequence.free_slots += more * size
+            worker = engines.workers[w]
+            if i >= worker.batch + worker.prefilling:  # it rides: its blocks have been counted
+                engines.tables[sequence.request, side_of(engines, w)].private += more
 
 
 @compiled()
 def slots_of(sequence: Any, lookahead: int) -> Any:
     """Return the KV slots that a sequence needs for its next step (vLLM's ``allocate_slots``)."""
-    return min(sequence.tokens + lookahead, sequence.room)
+    return min(sequence.tokens + sequence.rejected + lookahead, sequence.room)
 
 
 @compiled()

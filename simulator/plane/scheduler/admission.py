@@ -10,7 +10,7 @@ import numpy as np
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, wake
 from eldr_sim.simulator.plane.kv import kv_loads
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, take_blank
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.kv.kv_loads import WAITS
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
@@ -18,18 +18,17 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     cached_tokens,
     can_join,
     only_prompts,
-    publish_tokens,
     side_of,
-    take_slots,
 )
-from eldr_sim.simulator.plane.scheduler.preemption import (
+from eldr_sim.simulator.plane.scheduler.chunks import (
     ANY,
     budget_left,
-    comes_back_first,
+    fill,
+    join,
     longest_chunk,
-    lookahead_slots,
-    padding,
+    move,
 )
+from eldr_sim.simulator.plane.scheduler.preemption import comes_back_first, padding
 from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove, waits_for_blocks
 from eldr_sim.simulator.plane.state import (
     ADMITTED,
@@ -76,7 +75,7 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
         context = requests[request].prompt_len + requests[request].generated - 1
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
-        _join(engines, w)
+        join(engines, w)
         if with_token:
             _carry_on(engines, w)
     by_key = pool.preempt_by_key or pool.fewest_first
@@ -284,7 +283,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
-    sequence.tokens, sequence.got = 1, 0
+    sequence.tokens, sequence.got, sequence.rejected = 1, 0, 0
     if computed == context:
         sequence.tokens += padding(engines, w, computed)
     sequence.drafts = 0
@@ -302,88 +301,14 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
 
 
 @compiled()
-def _join(engines: Engines, w: int) -> None:
-    """Let the first prefilling sequence decode in the next step."""
-    worker = engines.workers[w]
-    sequence = engines.sequences[w, worker.batch]
-    worker.context += sequence.computed + sequence.todo
-    if engines.pools[engines.pool_of[w]].mixed_steps:
-        take_slots(engines, w, worker.batch)
-        if sequence.free_slots > 0:  # with the token that it decodes now
-            tokens = sequence.computed + sequence.todo + 1
-            publish_tokens(engines, w, sequence.request, tokens)
-    worker.batch += 1
-    worker.tokens += sequence.tokens
-    worker.prefilling -= 1
-    worker.joined += 1
-
-
-@compiled()
 def _carry_on(engines: Engines, w: int) -> None:
     """Let the sequence that joined last stand before others that join: it has its first token."""
     worker = engines.workers[w]
     worker.joined -= 1
-    _move(engines, w, worker.batch - 1, worker.batch - 1 - worker.joined)
-
-
-@compiled()
-def _move(engines: Engines, w: int, of: int, to: int) -> None:
-    """Let the running sequence ``of`` stand at ``to``, before those that stood there."""
-    worker, sequences = engines.workers[w], engines.sequences
-    spare = worker.batch + worker.prefilling
-    sequences[w, spare] = sequences[w, of]
-    for i in range(of, to, -1):
-        sequences[w, i] = sequences[w, i - 1]
-    sequences[w, to] = sequences[w, spare]
-
-
-@compiled()
-def _extend(engines: Engines, w: int, i: int) -> None:
-    """Take the KV blocks of the tokens that a sequence computes in the next step."""
-    sequence, request = engines.sequences[w, i], engines.sequences[w, i].request
-    computed = sequence.computed + sequence.chunk
-    lacking = lookahead_slots(engines, w, computed)
-    lacking -= sequence.computed + sequence.todo + sequence.free_slots
-    if lacking > 0:
-        more = blocks_of(lacking, engines.settings[0].block_size)
-        take_blank(engines.kv, engines.workers, w, more)
-        engines.tables[request, side_of(engines, w)].private += more
-        sequence.free_slots += more * engines.settings[0].block_size
+    move(engines, w, worker.batch - 1, worker.batch - 1 - worker.joined)
 
 
 @compiled()
 def _first_chunk(engines: Engines, w: int) -> Any:
     """Return the most tokens that a request can compute in the step that admits it."""
     return min(budget_left(engines, w), longest_chunk(engines, w))
-
-
-@compiled()
-def fill(engines: Engines, w: int) -> None:
-    """Fill the next step's token budget with contexts to compute, the one begun first."""
-    worker, alone = engines.workers[w], only_prompts(engines, w)
-    most = longest_chunk(engines, w)
-    i = worker.batch
-    if alone:
-        threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
-        i = worker.filled if threshold <= 0 else _NONE
-    while True:
-        budget = budget_left(engines, w)
-        if i == worker.batch + worker.prefilling or budget <= 0:
-            return
-        sequence = engines.sequences[w, i]
-        chunk = min(sequence.todo - sequence.chunk, budget, most - sequence.chunk)
-        if chunk > 0:
-            sequence.chunk += chunk
-            worker.chunk_tokens += chunk
-            if engines.pools[engines.pool_of[w]].allocates_chunks:
-                _extend(engines, w, i)
-            publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
-        if sequence.chunk == sequence.todo and alone:
-            worker.filled += chunk > 0
-        elif sequence.chunk == sequence.todo and sequence.chunk + sequence.tokens <= most:
-            if chunk + sequence.tokens > budget:  # too little left for what it decodes
-                return
-            if i > worker.batch:  # others of longer prompts have begun before
-                _move(engines, w, i, worker.batch)
-            _join(engines, w)
-        i += 1

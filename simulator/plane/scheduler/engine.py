@@ -30,13 +30,9 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
 from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
-from eldr_sim.simulator.plane.scheduler.admission import admit, fill, what_stopped
-from eldr_sim.simulator.plane.scheduler.preemption import (
-    budget_left,
-    lacks_blocks,
-    preempt,
-    unprocessed,
-)
+from eldr_sim.simulator.plane.scheduler.admission import admit, what_stopped
+from eldr_sim.simulator.plane.scheduler.chunks import budget_left
+from eldr_sim.simulator.plane.scheduler.preemption import lacks_blocks, preempt, unprocessed
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
 from eldr_sim.simulator.plane.steps.executor import has_step
 
@@ -160,6 +156,7 @@ def take(clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: 
         worker.waiting_tokens += requests[request].prompt_len + requests[request].generated
         requests[request].queued_s = clock[0].now
     busy = worker.batch + worker.prefilling + worker.riding > 0
+    busy = busy or worker.next_start > clock[0].now
     pool = engines.pools[engines.pool_of[w]]
     if (pool.async_scheduling or pool.poll_steps > 1) and busy:
         requests[request].next = -1
@@ -209,16 +206,17 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
-    if pool.mixed_steps and lacks_blocks(engines, w, not defers):
-        preempt(clock, engines, w, not defers)
-        defers = defers and worker.batch > 0
-        if not defers:
-            fill(engines, w)
-        # Nobody is admitted in this step if there is one, but perhaps in the next.
+    while pool.mixed_steps and lacks_blocks(engines, w, not (defers or worker.one_step)):
+        preempt(clock, engines, w, not (defers or worker.one_step))
+        # Nobody is admitted in this step if there is one; else the engine plans again at once.
         worker.one_step, worker.stopped = has_step(worker), what_stopped(engines, w, defers)
+        if worker.one_step:
+            break
+        defers = defers and worker.batch > 0
+        _free_ended(engines, w)
+        _append_late(engines.requests, worker)
     if pool.mixed_steps:
-        for i in range(worker.batch):
-            kv_manager.take_slots(engines, w, i)
+        kv_manager.take_all_slots(engines, w)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
         worker.stopped = what_stopped(engines, w, defers)
@@ -367,7 +365,7 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
             kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
             rides = pool.rides_on and sequences[w, i].got > 1
-            record.ticket = -1 if rides else sequences[w, i].ticket  # while it waits to be freed
+            record.ticket = sequences[w, i].ticket  # while it waits to be freed
             _release(engines, w, request, pool.frees_late)
             leave(clock, engines, state.PENDING_END, request)
             if not rides:

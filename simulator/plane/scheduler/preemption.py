@@ -8,6 +8,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
+    count_context,
     fits,
     keep_tokens,
     only_prompts,
@@ -17,43 +18,17 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     slots_of,
     take_slots,
 )
+from eldr_sim.simulator.plane.scheduler.chunks import (
+    budget_left,
+    compute,
+    longest_chunk,
+    lookahead_slots,
+    next_chunk,
+)
 from eldr_sim.simulator.plane.state import OF_SHARE
 
 _NONE = np.int64(0)
-#: Tokens: no limit.
-ANY = np.int64(1 << 60)
 _RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
-
-
-@compiled()
-def budget_left(engines: Engines, w: int) -> Any:
-    """Return the tokens that the next step has room for; of its own who sits out takes none."""
-    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    tokens = worker.tokens if pool.mixed_steps else worker.joined
-    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
-
-
-@compiled()
-def longest_chunk(engines: Engines, w: int) -> Any:
-    """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
-    worker, requests = engines.workers[w], engines.requests
-    threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
-    if threshold <= 0:
-        return ANY
-    n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
-    n += worker.ended_places
-    late: Any = np.int64(worker.late_head)
-    while late >= 0:  # they came when the step had been scheduled
-        n -= not requests[late].kv_here
-        late = np.int64(requests[late].next)
-    return threshold if n > 1 else ANY
-
-
-@compiled()
-def lookahead_slots(engines: Engines, w: int, tokens: int) -> Any:
-    """Return the KV slots of a context's first tokens, with those that drafts may take."""
-    slots = tokens + engines.pools[engines.pool_of[w]].lookahead
-    return min(slots, engines.settings[0].max_model_len)
 
 
 @compiled()
@@ -109,47 +84,166 @@ def lacks_blocks(engines: Engines, w: int, prompts: bool) -> Any:
 @compiled()
 def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
     """Take sequences back until the others have the blocks they need, see `lacks_blocks`."""
-    worker, sequences, preempts = engines.workers[w], engines.sequences, False
+    pool = engines.pools[engines.pool_of[w]]
+    if pool.mixed_steps and not pool.fewest_first:
+        _schedule_running(clock, engines, w, prompts)
+        return
     while lacks_blocks(engines, w, prompts):
-        preempts = True
-        if engines.pools[engines.pool_of[w]].allocates_chunks:
-            _take_in_order(engines, w)
-        victim = _victim(engines, w)
-        if worker.ended_head >= 0 and _free_one_ended(engines, w, victim):
-            continue
-        request = sequences[w, victim].request
-        worker.chunk_tokens -= sequences[w, victim].chunk
-        record = engines.requests[request]
-        if victim >= worker.batch:
-            chunk = sequences[w, victim].chunk
-            worker.filled -= chunk > 0 and chunk == sequences[w, victim].todo
-            worker.prefilling -= 1
-            release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
-        else:
-            worker.batch -= 1
-            worker.tokens -= sequences[w, victim].tokens
-            record.generated = record.output_len - sequences[w, victim].tokens_left
-            if victim > worker.batch - worker.joined:  # without a step since it joined
-                worker.joined -= 1
-            elif victim < worker.rested:  # without a token for longer
-                worker.rested -= 1
-            else:
-                record.last_token_s = clock[0].now
-            context = record.prompt_len - 1 + record.generated
-            worker.context -= context
-            if not engines.pools[engines.pool_of[w]].forgets_outputs:
-                unknown = unprocessed(engines, w, sequences[w, victim].got)
-                publish_tokens(engines, w, request, context - unknown)
-            keep_tokens(engines, w, request, context, clock[0].now)
-            release_context(engines, w, request, context + sequences[w, victim].free_slots)
-        for i in range(victim, worker.batch + worker.prefilling):
-            sequences[w, i] = sequences[w, i + 1]
-        record.preemptions += 1
-        worker.n_waiting += 1
-        worker.waiting_tokens += record.prompt_len + record.generated
-        append_preempted(engines, w, request)
-    if preempts and engines.pools[engines.pool_of[w]].reserve == OF_SHARE:
+        _take_back(clock, engines, w, _victim(engines, w), False)
+    if pool.reserve == OF_SHARE:
         _raise_share(engines, w)
+
+
+@compiled()
+def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
+    """Give running sequences tokens and KV blocks, in the order of their admission; while blocks
+    lack, preempt (vLLM's `Scheduler.schedule`). If the one that lacks them goes itself, all behind
+    it sit the step out."""
+    worker, sequences, ticket = engines.workers[w], engines.sequences, np.int64(-1)
+    most = longest_chunk(engines, w)
+    while True:
+        i = _admitted_after(engines, w, ticket)
+        if i < 0:
+            return
+        ticket = np.int64(sequences[w, i].ticket)
+        prompt = worker.batch <= i < worker.batch + worker.prefilling
+        if prompt and not prompts:
+            continue
+        lacking = _lacking(engines, w, i, most)
+        while lacking > n_free(engines.workers, w):
+            victim = _victim(engines, w)
+            gone = _free_one_ended(engines, w, victim)
+            if gone < 0:
+                gone = np.int64(sequences[w, victim].ticket)
+                _take_back(clock, engines, w, victim, gone < ticket)
+            if gone == ticket:
+                _sit_out(clock, engines, w, ticket)
+                return
+            i = _admitted_after(engines, w, ticket - 1)  # others may have moved
+        if prompt:
+            compute(engines, w, i, most)
+        else:
+            take_slots(engines, w, i)
+
+
+@compiled()
+def _admitted_after(engines: Engines, w: int, ticket: int) -> Any:
+    """Return the first sequence in the order of admission behind ``ticket``, those included that
+    ride in the next step and hold blocks; -1: there is none."""
+    worker, sequences, first = engines.workers[w], engines.sequences[w], np.int64(-1)
+    places = len(sequences) // 2
+    running = worker.batch + worker.prefilling
+    for k in range(running + (worker.riding if worker.ended_head >= 0 else 0)):
+        i = k if k < running else places + k - running
+        if sequences[i].ticket > ticket and (
+            first < 0 or sequences[i].ticket < sequences[first].ticket
+        ):
+            first = np.int64(i)
+    return first
+
+
+@compiled()
+def _lacking(engines: Engines, w: int, i: int, most: int) -> Any:
+    """Return the KV blocks that a running sequence lacks for what it computes next."""
+    worker, sequence = engines.workers[w], engines.sequences[w, i]
+    pool = engines.pools[engines.pool_of[w]]
+    lacking = slots_of(sequence, pool.lookahead) - sequence.free_slots
+    if worker.batch <= i < worker.batch + worker.prefilling:
+        if not pool.allocates_chunks:  # it has taken those of its whole context
+            return _NONE
+        chunk, joins = next_chunk(engines, w, i, most)
+        tokens = sequence.computed + sequence.chunk + chunk
+        if joins:
+            tokens += sequence.tokens
+        lacking = lookahead_slots(engines, w, tokens)
+        lacking -= sequence.computed + sequence.todo + sequence.free_slots
+    return blocks_of(max(_NONE, lacking), engines.settings[0].block_size)
+
+
+@compiled()
+def _take_back(clock: Any, engines: Engines, w: int, victim: int, scheduled: bool) -> None:
+    """Take the blocks of a running sequence, which waits to recompute its context. ``scheduled``:
+    the step had been planned with it, and its next token may be looked up though it is never
+    computed."""
+    worker, sequences = engines.workers[w], engines.sequences
+    request, chunk = sequences[w, victim].request, sequences[w, victim].chunk
+    record, pool = engines.requests[request], engines.pools[engines.pool_of[w]]
+    worker.chunk_tokens -= chunk
+    if victim >= worker.batch:
+        worker.filled -= chunk > 0 and chunk == sequences[w, victim].todo
+        worker.prefilling -= 1
+        release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
+    else:
+        context = _leave_batch(clock, engines, w, victim)
+        if not pool.forgets_outputs:
+            known = context - unprocessed(engines, w, sequences[w, victim].got)
+            if scheduled:
+                known = context + 1 - (sequences[w, victim].got if pool.frees_late else _NONE)
+            publish_tokens(engines, w, request, known)
+        keep_tokens(engines, w, request, context, clock[0].now)
+        release_context(engines, w, request, context + sequences[w, victim].free_slots)
+    for i in range(victim, worker.batch + worker.prefilling):
+        sequences[w, i] = sequences[w, i + 1]
+    record.preemptions += 1
+    worker.n_waiting += 1
+    worker.waiting_tokens += record.prompt_len + record.generated
+    append_preempted(engines, w, request)
+
+
+@compiled()
+def _leave_batch(clock: Any, engines: Engines, w: int, i: int) -> Any:
+    """Count a sequence out that was to decode in the next step; returns its context's tokens."""
+    worker, sequence = engines.workers[w], engines.sequences[w, i]
+    record = engines.requests[sequence.request]
+    worker.batch -= 1
+    worker.tokens -= sequence.tokens
+    record.generated = record.output_len - sequence.tokens_left
+    if i > worker.batch - worker.joined:  # without a step since it joined
+        worker.joined -= 1
+    elif i < worker.rested:  # without a token for longer
+        worker.rested -= 1
+    else:
+        record.last_token_s = clock[0].now
+    context = record.prompt_len - 1 + record.generated
+    worker.context -= context
+    return context
+
+
+@compiled()
+def _sit_out(clock: Any, engines: Engines, w: int, ticket: int) -> None:
+    """Let the sequences that were admitted after one compute nothing in the next step: they wait
+    among those whose contexts are being computed, with nothing left to compute."""
+    worker, sequences = engines.workers[w], engines.sequences
+    places, i = sequences.shape[1] // 2, np.int64(0)
+    while i < worker.batch:
+        if sequences[w, i].ticket < ticket:
+            i += 1
+            continue
+        joined = i >= worker.batch - worker.joined
+        context = _leave_batch(clock, engines, w, i)
+        sequence = sequences[w, i]
+        if not joined:
+            sequence.computed, sequence.todo = context, _NONE
+        count_context(engines, w, sequence.request, context + sequence.free_slots)
+        worker.prefilling += 1
+        n, to = worker.batch + worker.prefilling, i
+        while to + 1 < n and (
+            to < worker.batch or sequences[w, to + 1].ticket < sequences[w, i].ticket
+        ):
+            to += 1
+        sequences[w, n] = sequences[w, i]
+        for k in range(i, to):
+            sequences[w, k] = sequences[w, k + 1]
+        sequences[w, to] = sequences[w, n]
+    kept = _NONE
+    for k in range(places, places + worker.riding):
+        if sequences[w, k].ticket < ticket:
+            sequences[w, places + kept] = sequences[w, k]
+            kept += 1
+        else:
+            worker.riding_tokens -= sequences[w, k].tokens
+    worker.ended_places += worker.riding - kept
+    worker.riding = kept
 
 
 @compiled()
@@ -164,57 +258,42 @@ def unprocessed(engines: Engines, w: int, got: int) -> Any:
 
 
 @compiled()
-def _take_in_order(engines: Engines, w: int) -> None:
-    """Take the blocks of the batch's sequences as they were admitted, up to the first that lacks
-    some: before those of a victim are free, which may be taken first."""
-    worker, sequences, last = engines.workers[w], engines.sequences[w], np.int64(-1)
-    lookahead = engines.pools[engines.pool_of[w]].lookahead
-    while True:
-        i: Any = np.int64(-1)
-        for k in range(worker.batch):
-            if sequences[k].ticket > last and (i < 0 or sequences[k].ticket < sequences[i].ticket):
-                i = np.int64(k)
-        if i < 0:
-            return
-        last = np.int64(sequences[i].ticket)
-        lacking = slots_of(sequences[i], lookahead) - sequences[i].free_slots
-        if lacking > 0 and blocks_of(lacking, engines.settings[0].block_size) > n_free(
-            engines.workers, w
-        ):
-            return
-        take_slots(engines, w, i)
-
-
-@compiled()
 def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
     """Free the completed sequence that comes behind all others, as vLLM preempts it where its
-    output has not been processed; False if the running ``victim`` comes behind it."""
-    worker, requests, sequence = engines.workers[w], engines.requests, engines.sequences[w, victim]
+    output has not been processed; returns its ticket, -1 if the running ``victim`` comes behind
+    it."""
+    worker, requests, sequences = engines.workers[w], engines.requests, engines.sequences
     by_key = engines.pools[engines.pool_of[w]].preempt_by_key
     last, before, previous = np.int64(-1), np.int64(-1), np.int64(-1)
     at: Any = np.int64(worker.ended_head)
     while at >= 0:
-        behind = False
-        if requests[at].ticket < 0:  # the next step has been scheduled with it
-            pass
-        elif by_key:
-            behind = _comes_first(requests, sequence.request if last < 0 else last, at)
-        else:
-            ticket = np.int64(sequence.ticket if last < 0 else requests[last].ticket)
-            behind = ticket < requests[at].ticket
+        behind = last < 0 and victim < 0
+        if not behind and by_key:
+            behind = _comes_first(requests, sequences[w, victim].request if last < 0 else last, at)
+        elif not behind:
+            of = sequences[w, victim].ticket if last < 0 else requests[last].ticket
+            behind = of < requests[at].ticket
         if behind:
             last, before = at, previous
         previous, at = at, np.int64(requests[at].next)
     if last < 0:
-        return False
+        return np.int64(-1)
     if before < 0:
         worker.ended_head = requests[last].next
     else:
         requests[before].next = requests[last].next
-    worker.ended_places -= 1
+    places, kept = sequences.shape[1] // 2, _NONE
+    for k in range(places, places + worker.riding):
+        if sequences[w, k].request == last:
+            worker.riding_tokens -= sequences[w, k].tokens
+        else:
+            sequences[w, places + kept] = sequences[w, k]
+            kept += 1
+    worker.ended_places -= kept == worker.riding
+    worker.riding = kept
     requests[last].preemptions += 1
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), last)
-    return True
+    return np.int64(requests[last].ticket)
 
 
 @compiled()
@@ -234,7 +313,7 @@ def _victim(engines: Engines, w: int) -> Any:
     where one stays, of the fewest outputs and then the longest prompt."""
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     last = worker.batch + worker.prefilling - 1
-    victim = last
+    victim = last  # -1: none runs
     if engines.pools[engines.pool_of[w]].fewest_first and worker.batch > 1:
         victim, fewest, longest = _NONE, np.int64(-1), _NONE
         for i in range(worker.batch):

@@ -258,6 +258,7 @@ def _finish(
             got = min(found + 1, sequence.tokens_left)
         outputs += got
         sequence.got = got
+        sequence.rejected = sequence.tokens - got if pool.frees_late else _NONE
         sequence.free_slots -= got
         sequence.room -= got
         sequence.tokens_left -= got
