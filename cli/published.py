@@ -188,8 +188,9 @@ def bands(folder: Path, out: Path | None) -> None:
     pairs = making.pairs_of((r.publisher, r.common, r.own, r.measured, r.predicted) for r in few)
     cells = []
     for metric, values in residuals.items():
-        for load, part in zip(("up to 256", "more"), making.by_crowd(values), strict=True):
-            of = making.coverage(part)
+        within, more = making.by_crowd(values)
+        for load, part, *others in (("up to 256", within), ("more", more, within)):
+            of = making.coverage(part, *others)
             cells.append([metric, load, str(of.rows), str(len(of.by_publisher)),
                           f"{100 * of.covered:.0f}", f"{of.width:.2f}",
                           f"{of.one_width:.2f}"])  # fmt: skip

@@ -64,8 +64,12 @@ def shipped() -> dict[str, Any]:
     return found
 
 
-def band_of(kind: Kind, bands: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the band of a kind of run, as ``summary.json`` has it.
+def band_of(
+    kind: Kind, bands: Mapping[str, Any] | None = None, *, calibrated: bool = False
+) -> dict[str, Any]:
+    """Return the band of a kind of run, as ``summary.json`` has it. ``calibrated``: whether its
+    constants were fitted to runs of the same model and GPU; up to 256 requests in flight it then
+    has the band of such runs, and none of throughput, which they do not state.
 
     Returns: ``level``: share of runs that it should hold; ``compared``: whether a run of the same
     mode, load, family and GPU was ever compared; ``kind``; and by metric ``low`` and ``high``, by
@@ -83,6 +87,10 @@ def band_of(kind: Kind, bands: Mapping[str, Any] | None = None) -> dict[str, Any
         found[metric] = cell | {"of": _named(kind, depth), "held": held}
         if metric != "throughput" and depth < ALIKE:
             found["compared"] = False
+    if calibrated and crowd == CROWDS[0]:
+        del found["throughput"]
+        of = {"of": "calibrated on two runs of their model, GPU and launch"}
+        found |= {"compared": True, **{m: c | of for m, c in data["calibrated"].items()}}
     return found | {"made": data["made"]}
 
 

@@ -18,7 +18,7 @@ from eldr_sim.policies.eldr.router import EldrParameters
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import is_overload, limits_of
-from eldr_sim.simulator.outcome.error_band import Kind, at_bad_end, band_of, kind_of
+from eldr_sim.simulator.outcome.error_band import at_bad_end, band_of, kind_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.load_warnings import load_warnings
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, peak_concurrency, summarise
@@ -419,32 +419,33 @@ def judged(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> RunCo
         return config
     if not level.given:
         raise InputError("confidence", "no objective is judged", "--goodput ttft:500,tpot:30")
-    band = band_of(_kind(config, prepared, peak_concurrency(record)))
+    band = _band_of(config, prepared, peak_concurrency(record))
     return config.replace(goodput=at_bad_end(level, band))
 
 
-def _kind(config: RunConfig, prepared: PreparedRun, in_flight: int) -> Kind:
-    """Return the kind of a run. ``in_flight``: most requests in flight in the cluster."""
+def _band_of(config: RunConfig, prepared: PreparedRun, in_flight: int) -> dict[str, Any]:
+    """Return the band of a run. ``in_flight``: most requests in flight in the cluster."""
     decoders = sum(pool.workers for pool in config.pools if pool.decodes)
-    return kind_of(
+    kind = kind_of(
         config.engine.engine,
         prepared.spec.decode.step_time.gpu.name,
         prepared.model,
         apart=config.cluster.hands_over,
         in_flight=in_flight / max(decoders, 1),
     )
+    fitted = [pool.engine.step_time.calibration for pool in prepared.spec.pools]
+    return band_of(kind, calibrated=all(each is not None and each.of for each in fitted))
 
 
 def _error_band(
     config: RunConfig, prepared: PreparedRun, summary: dict[str, Any]
 ) -> dict[str, Any]:
     """Return how wrong the figures may be; throughput only where the load does not set it."""
-    kind = _kind(config, prepared, summary["max_concurrent_requests"])
-    band = band_of(kind)
+    band = _band_of(config, prepared, summary["max_concurrent_requests"])
     rate = summary["request_rate"]
     growth = summary["load_growth"]
     if rate is not None and math.isfinite(rate) and not (growth and is_overload(growth)):
-        del band["throughput"]  # what arrives is served
+        band.pop("throughput", None)  # what arrives is served
     return band
 
 

@@ -58,7 +58,7 @@ def fields(**given):
         ("vllm==0.33", {"async_scheduling": True}),
         ("vllm==0.24", {"tokenizer_mode": "thread_pool"}),
         ("vllm==0.16.1", {"tokenizer_mode": "microbatch_sequential", "async_scheduling": True}),
-        ("vllm==0.13.0", {"async_scheduling": False, "host_gap_ms": 3.1}),
+        ("vllm==0.13.0", {"async_scheduling": False, "host_gap_ms": 0.7}),
         ("sglang==0.5.8", {"piecewise_cuda_graph": False}),
         ("sglang==0.5.9", {"piecewise_cuda_graph": None}),
         ("trtllm==1.2", {"block_size": 32}),
@@ -75,6 +75,16 @@ def test_a_version_chooses_the_rules_that_changed(engine, expected):
 def test_what_is_given_holds_against_the_version():
     config = fields(engine="vllm==0.13", async_scheduling=True, cudagraph_padding="none")
     assert (config.engine.async_scheduling, config.steps.cudagraph_padding) == (True, "none")
+
+
+def test_engines_wait_for_the_host_unless_they_schedule_ahead():
+    assert fields(engine="vllm==0.13", async_scheduling=True).steps.host_gap_ms is None
+    assert fields(engine="vllm==0.24", async_scheduling=False).steps.host_gap_ms == 0.7
+    old = fields(engine="vllm==0.9", gpu="A100")
+    assert old.steps.host_gap_ms == 3.1
+    assert old.replace(gpu="H100").steps.host_gap_ms == 0.7
+    assert old.replace(engine="vllm==0.11").steps.host_gap_ms == 0.7
+    assert old.replace(host_gap_ms=2.0).steps.host_gap_ms == 2.0
 
 
 def test_pools_have_versions_of_their_own():

@@ -94,3 +94,29 @@ def test_a_residual_is_measured_over_predicted():
     found = bands.residuals_of(rows)
     assert found["tpot"][0].value == pytest.approx(math.log(1.2))
     assert found["ttft"] == []
+
+
+def test_a_calibrated_run_has_the_band_of_calibrated_runs():
+    few = KIND._replace(load="up to 16")
+    found = band_of(few, calibrated=True)
+    assert found["compared"]
+    assert "throughput" not in found
+    for metric in ("ttft", "tpot"):
+        own = bands.of_calibrated(bands.calibrated())[metric]
+        assert found[metric] == own | {"of": found[metric]["of"]}
+    plain, width = band_of(few)["tpot"], found["tpot"]["high"] / found["tpot"]["low"]
+    assert width < plain["high"] / plain["low"]
+    many = KIND._replace(load="more than 256")
+    assert band_of(many, calibrated=True) == band_of(many)
+
+
+def test_bands_beyond_256_in_flight_reach_as_far_as_those_of_fewer():
+    few = [each._replace(kind=KIND._replace(load="17 to 256")) for each in drawn(4, 10, 0.5, 0.1)]
+    many = [
+        each._replace(kind=KIND._replace(load="more than 256")) for each in drawn(2, 10, 0.1, 0.1)
+    ]
+    within, beyond = bands.cells_within(few), bands.beyond(few, many)
+    for path, cell in beyond.items():
+        like = within[("17 to 256", *path[1:])] if path else within[()]
+        assert cell.low <= like.low
+        assert cell.high >= like.high

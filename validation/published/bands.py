@@ -7,11 +7,16 @@ drawn towards those of the cell around it: n / (n + `_PRIOR`) is the cell's own 
 which 80% of the rows of publishers that were left out lie within (conformalised quantiles as in
 Romano, Patterson and Candes, NeurIPS 2019, by groups as in Dunn, Wasserman and Ramdas, JASA 2023).
 The coverage that is stated is of a second round: of publishers that neither the cells nor the
-distance saw."""
+distance saw.
 
+Few publishers have runs of more than 256 requests in flight: a cell of these reaches as far as its
+own residuals and the band of runs that are like it but for the load (`beyond`)."""
+
+import csv
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -133,14 +138,36 @@ class Coverage(NamedTuple):
     one_width: float  #: the same of one band for all rows, of the same coverage rule
 
 
-def coverage(residuals: Sequence[Residual]) -> Coverage:
-    """Leave out one publisher at a time, make the bands of the others, and count its rows."""
+def cells_within(few: Sequence[Residual]) -> dict[_Cell, Cell]:
+    """Return the bands of runs of at most 256 requests in flight."""
+    return _grown(cells_of(few), growth_of(few))
+
+
+def beyond(few: Sequence[Residual], many: Sequence[Residual]) -> dict[_Cell, Cell]:
+    """Return the bands of runs of more than 256 requests in flight: of each cell the hull of its
+    own residuals and of the band of the narrowest cell of fewer requests that is like it."""
+    within = cells_within(few)
+    found = {}
+    for path, cell in cells_of(many).items():
+        alike = (LOADS[-2][1], *path[1:]) if path else path
+        other = next((within[alike[:d]] for d in range(len(alike), -1, -1) if alike[:d] in within),
+                     cell)  # fmt: skip
+        found[path] = cell._replace(low=min(cell.low, other.low), high=max(cell.high, other.high))
+    return found
+
+
+def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) -> Coverage:
+    """Leave out one publisher at a time, make the bands of the others, and count its rows.
+    ``few``: of at most 256 requests in flight, where ``judged`` has more."""
     inside, widths, flat = list[bool](), list[float](), list[float]()
     by_publisher: dict[str, tuple[int, float]] = {}
-    for name, left, others in _left_out(residuals):
-        found = _grown(cells_of(others), growth_of(others))
+    for name, left, others in _left_out(judged):
+        if few is None:
+            found = cells_within(others)
+        else:
+            found = beyond([each for each in few if each.publisher != name], others)
         alike = [each._replace(kind=_ALL) for each in others]
-        whole = cell_of(_grown(cells_of(alike), growth_of(alike)), _ALL)
+        whole = cell_of(cells_within(alike), _ALL)
         own = list[bool]()
         for each in left:
             cell = cell_of(found, each.kind)
@@ -217,28 +244,62 @@ def bands(
     for metric in METRICS:
         few, many = by_crowd(residuals[metric])
         held[metric] = {
-            CROWDS[at]: round(coverage(part).covered, 2)
-            for at, part in enumerate((few, many))
+            name: round(coverage(part, *others).covered, 2)
+            for name, part, *others in ((CROWDS[0], few), (CROWDS[1], many, few))
             if len({each.publisher for each in part}) > 1
         }
-        grown: dict[_Cell, Cell] = {}
-        for rows in (many, few):  # the last one's is the widest cell
-            if rows:
-                grown |= _grown(cells_of(rows), growth_of(rows))
+        grown = beyond(few, many) | cells_within(few)  # the last one's is the widest cell
         metrics[metric] = {
-            " | ".join(path): {
-                "low": round(math.exp(min(cell.low, -_LEAST[metric])), 3),
-                "high": round(math.exp(max(cell.high, _LEAST[metric])), 3),
-                "rows": cell.rows,
-                "publishers": cell.publishers,
-            }
-            for path, cell in sorted(grown.items())
+            " | ".join(path): _ends(metric, cell) for path, cell in sorted(grown.items())
         }
     of_pairs = {metric: relative(each) for metric, each in (pairs or {}).items()}
     return {
         "level": LEVEL, "made": dict(made), "held": held, "metrics": metrics,
+        "calibrated": of_calibrated(calibrated()),
         "relative": {metric: cell for metric, cell in of_pairs.items() if cell is not None},
     }  # fmt: skip
+
+
+def _ends(metric: str, cell: Cell) -> dict[str, float]:
+    """Return the ends of a band as factors, and what it rests on."""
+    return {
+        "low": round(math.exp(min(cell.low, -_LEAST[metric])), 3),
+        "high": round(math.exp(max(cell.high, _LEAST[metric])), 3),
+        "rows": cell.rows,
+        "publishers": cell.publishers,
+    }
+
+
+class CalibratedRow(NamedTuple):
+    """A run that two others of its publisher's group calibrated (``rows/calibrated.csv``)."""
+
+    group: str
+    publisher: str
+    metric: str
+    value: float  #: ln(measured / predicted with the calibration)
+
+
+def calibrated() -> list[CalibratedRow]:
+    """Return the runs of the record of calibrations that were not calibrated on."""
+    text = (files(__package__) / "rows" / "calibrated.csv").read_text(encoding="utf-8")
+    return [
+        CalibratedRow(row["group"], row["publisher"], row["figure"],
+                      math.log(float(row["measured"]) / float(row["calibrated"])))
+        for row in csv.DictReader(text.splitlines())
+    ]  # fmt: skip
+
+
+def of_calibrated(rows: Sequence[CalibratedRow]) -> dict[str, dict[str, float]]:
+    """Return the bands of calibrated runs by metric: as those of publishers, but groups of runs
+    that were calibrated together are left out instead."""
+    found = {}
+    for metric in dict.fromkeys(row.metric for row in rows):
+        own = [row for row in rows if row.metric == metric]
+        groups = [Residual(row.group, _ALL, row.value) for row in own]
+        cell = cell_of(cells_within(groups), _ALL)
+        cell = cell._replace(publishers=len({row.publisher for row in own}))
+        found[metric] = _ends(metric, cell) | {"held": round(coverage(groups).covered, 2)}
+    return found
 
 
 def residuals_of(

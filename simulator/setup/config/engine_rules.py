@@ -32,11 +32,13 @@ OPTIONS: dict[str, tuple[Engine, ...]] = {
     "attention_dp_batching_wait_iters": ("trtllm",),
     "piecewise_cuda_graph": ("sglang", "trtllm"),
 }
-#: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms:
-#: measured TPOT less kernels of Qwen3-30B-A3B on A100, vLLM 0.9, at seven lengths (3.0 to 3.2; 9.6
-#: ms measured, 6.5 of kernels at 128 tokens). Hosts of other GPUs were not measured apart: of two
-#: models on H100 the difference is 0.7 and 2.8 ms.
-HOST_WAIT_MS = 3.1
+#: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms: of
+#: Qwen3-8B on H100 with vLLM 0.11 0.5 to 0.8 at four batch sizes (TPOT less kernels), of
+#: GPT-OSS-120B on A100 0.6 (TPOT less that with --async-scheduling); both are GPUStack's runs.
+HOST_WAIT_MS = 0.7
+#: The same of vLLM before 0.11, whose attention stands outside CUDA graphs, on A100: 3.0 to 3.2 of
+#: Qwen3-30B-A3B with vLLM 0.9 at seven lengths (tenstorrent's runs). Hosts of H100 wait no longer.
+OLD_A100_WAIT_MS = 3.1
 #: Activation memory that vLLM before 0.17 holds beside later versions': 5.64 and 2.23 GiB of
 #: Qwen3-14B on H100 (0.15 and 0.16, 0.17 to 0.19: jgchn/llm-d-planner,
 #: accuracy/blog-gpu-capacity.md); other models' differs.
@@ -171,8 +173,14 @@ def version_fields(engine: str, version: str | None) -> dict[str, Any]:
     if before(version, 0, 15):
         found["tokenizer_mode"] = "microbatch_parallel"
     if before(version, 0, 14):
-        found |= {"async_scheduling": False, "host_gap_ms": HOST_WAIT_MS}
+        found["async_scheduling"] = False
     return found
+
+
+def _host_wait_ms(gpu: GPU, version: str) -> float:
+    """Return what a step of vLLM waits for its host without asynchronous scheduling."""
+    old = before(version, 0, 11) and "A100" in (gpu.name, gpu.sibling)
+    return OLD_A100_WAIT_MS if old else HOST_WAIT_MS
 
 
 def padding_of(engine: Engine, version: str | None, n_engines: int) -> Padding:
@@ -197,10 +205,14 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     found = version_fields(engine, values.get("engine_version"))
     if engine == "trtllm":
         return found | {"gpu_memory_utilization": 0.9, "block_size": 32}
-    if engine != "sglang":
+    version = values.get("engine_version")
+    waits = version and not (found | dict(values)).get("async_scheduling", True)
+    if engine != "sglang" and not waits:
         return found
     try:
         gpu = load_gpu(values.get("gpu", "H100"))
+        if engine != "sglang":
+            return found | {"host_gap_ms": _host_wait_ms(gpu, str(version))}
         width, engines = (
             int(values.get("tensor_parallel_size", 1)),
             int(values.get("data_parallel_size", 1)),
