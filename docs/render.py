@@ -14,9 +14,9 @@ Columns of a claim: ``page`` is the study, whose page is ``studies/PAGE/README.m
 with its 95% interval, ``neutral`` the value of no effect (``by unit``: 0 of % and points, 1 of x;
 ``none``: a count, a time or a share has no direction), ``tolerance`` the distance from the range at
 which a size still agrees (none: it is not judged), ``noise`` the difference between repeats of the
-measurement, ``shown`` whether the row stands on its page. ``role`` is ``claim``, ``input`` (the
-figure went into the simulator), ``error`` (of a prediction) or ``other`` (another simulator's
-error)."""
+measurement, ``shown`` whether the row stands on its page. ``role`` is ``claim``, ``trend`` (a claim about how an effect changes, judged by its size),
+``input`` (the figure went into the simulator), ``error`` (of a prediction) or ``other`` (another
+simulator's error)."""
 
 import csv
 import re
@@ -70,6 +70,7 @@ def judged(row: Row) -> tuple[str, str]:
         stated=row["stated"] == "yes", given=row["role"] == "input",
         neutral=neutral if neutral in (None, "by unit") else float(neutral),
         interval=None if ends[0] is None or ends[1] is None else (ends[0], ends[1]),
+        trend=row["role"] == "trend",
     )  # fmt: skip
     return claim.direction, claim.size
 
@@ -147,7 +148,7 @@ VERDICTS = {"agrees": "agree in size", "direction agrees": "in direction",
 
 def summary(rows: list[Row]) -> str:
     """Return how many claims agree."""
-    said = Counter(verdict(r) for r in rows if r["role"] == "claim")
+    said = Counter(verdict(r) for r in rows if r["role"] in ("claim", "trend"))
     parts = []
     each = [f"{said[name]} {words}" for name, words in VERDICTS.items() if said[name]]
     if each:

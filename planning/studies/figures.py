@@ -49,12 +49,16 @@ class Claim:
     #: Whether the figure went into the simulator: an input is no claim, and has no verdict.
     given: bool = False
     interval: tuple[float, ...] | None = None  #: ends of the 95% interval of ``ours``; may be NaN
+    #: Whether the claim is about how an effect changes with a setting. Its size judges it: a trend
+    #: of the right sign and another size does not agree in direction.
+    trend: bool = False
 
     @property
     def direction(self) -> Literal["agrees", "no effect", "contradicts", "input", "-"]:
         """Whether our effect has the sign of the paper's. ``no effect``: ours is less than a tenth
         of the least that the paper claims, or its interval has the neutral value. A dash: the claim
-        has no direction (no neutral value, or a range around it), or no value of ours."""
+        has no direction (no neutral value, or a range around it), no value of ours, or a trend's
+        sign without its size."""
         if self.given:
             return "input"
         neutral = _NEUTRAL.get(self.unit) if self.neutral == "by unit" else self.neutral
@@ -66,7 +70,9 @@ class Claim:
         ends = self.interval or (ours + neutral,) * 2
         if abs(ours) <= 0.1 * min(abs(low), abs(high)) or ends[0] <= neutral <= ends[1]:
             return "no effect"
-        return "agrees" if (ours > 0.0) == (low + high > 0.0) else "contradicts"
+        if (ours > 0.0) != (low + high > 0.0):
+            return "contradicts"
+        return "-" if self.trend and self.size == "differs" else "agrees"
 
     @property
     def size(self) -> Literal["agrees", "differs", "input", "-"]:
@@ -218,7 +224,7 @@ def claims_table(reproductions: list[Reproduction]) -> pa.Table:
                 "unit": claim.unit,
                 "neutral": "none" if claim.neutral is None else str(claim.neutral),
                 "tolerance": claim.tolerance,
-                "role": "input" if claim.given else "claim",
+                "role": "input" if claim.given else "trend" if claim.trend else "claim",
                 "direction": claim.direction,
                 "size": claim.size,
                 "reason": "" if claim.size == "agrees" else claim.reason,

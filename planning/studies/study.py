@@ -68,6 +68,7 @@ class _Claim(BaseModel):
     tolerance: Annotated[float, Field(ge=0)] = 1.0
     stated: bool = True
     given: bool = False
+    trend: bool = False
     neutral: float | Literal["by unit"] | None = "by unit"
 
 
@@ -262,7 +263,7 @@ class _Grid:
             yield Claim(
                 claim.says.format(**each), low, high, ours.mean, claim.unit, claim.tolerance,
                 found[0][1], claim.stated, claim.neutral, claim.given,
-                None if len(tables) == 1 else (ours.low, ours.high),
+                None if len(tables) == 1 else (ours.low, ours.high), claim.trend,
             )  # fmt: skip
 
     def _picture(self, rows: list[dict[str, Any]]) -> Callable[[Any], None]:

@@ -381,7 +381,7 @@ def figure_6(evaluation: Evaluation) -> Reproduction:
             Claim(f"the mixture beats the best placement of another data set, {trace}", -100.0,
                   0.0, max(mixed.values()), stated=False, tolerance=0.0,
                   reason=f"judged on {each}"),
-            Claim(f"the mixture beats every single data set's placement in the mean of all, {trace}",
+            Claim(f"the mixture beats every single placement in the mean of all data sets, {trace}",
                   -100.0, 0.0, overall.mean, stated=False, tolerance=0.0, interval=overall[1:],
                   reason=f"against the placement of {best}"),
         ]  # fmt: skip

@@ -22,6 +22,7 @@ from studies.metro.choices import choices, drift, migration
 from studies.metro.locality import locality
 from studies.metro.results import Case, Dataset, Setup
 from studies.metro.routing import Routing
+from studies.metro.tiles import tiles
 
 _REAL_TRACE = "qwen3-30b-a3b"
 
@@ -128,6 +129,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
             traces.of(results.SIMULATED[0], results.SIMULATED[0].datasets[0])[0], n_batches,
         ),
         "forms": lambda: pareto.forms(simulated(), recorded(), n_batches),
+        "tiles": lambda: tiles(recorded(), n_batches),
         "choices": lambda: choices(
             five(), ((32, False), (256, False), (1024, False), (4096, True))
         ),

@@ -41,9 +41,9 @@ def test_verdicts_follow_from_the_rule():
 
 def test_every_row_is_whole_and_stands_once():
     for row in ROWS:
-        assert row["role"] in ("claim", "input", "error", "other"), row
+        assert row["role"] in ("claim", "trend", "input", "error", "other"), row
         assert all(row[key] for key in ("page", "where", "claim", "command", "date")), row
-        assert row["ours"] or (row["reason"] and row["role"] == "claim"), row
+        assert row["ours"] or (row["reason"] and row["role"] in ("claim", "trend")), row
         assert render.home(row["page"]).exists()
         assert not row["low"] or not row["high"] or float(row["low"]) <= float(row["high"]), row
         if row["ours_low"]:
@@ -88,6 +88,10 @@ def test_an_input_is_one_by_code(row):
         ({"unit": "us", "low": "20", "high": "30", "ours": "40"}, "size differs"),
         ({"unit": "us", "low": "20", "high": "30", "ours": "25"}, "agrees"),
         ({"neutral": "none", "ours": "3"}, "size differs"),
+        ({"role": "trend"}, "agrees"),
+        ({"role": "trend", "ours": "-70"}, "size differs"),
+        ({"role": "trend", "ours": "3"}, "contradicts"),
+        ({"role": "trend", "ours": "-0.4"}, "no effect"),
         ({"tolerance": "", "ours": "3"}, "-"),
         ({"role": "error", "low": "0", "high": "5", "ours": "4"}, "met"),
         ({"role": "error", "low": "0", "high": "5", "ours": "6", "noise": "7"}, "within the noise"),
