@@ -14,9 +14,9 @@ Columns of a claim: ``page`` is the study, whose page is ``studies/PAGE/README.m
 with its 95% interval, ``neutral`` the value of no effect (``by unit``: 0 of % and points, 1 of x;
 ``none``: a count, a time or a share has no direction), ``tolerance`` the distance from the range at
 which a size still agrees (none: it is not judged), ``noise`` the difference between repeats of the
-measurement, ``shown`` whether the row stands on its page. ``role`` is ``claim``, ``trend`` (a claim about how an effect changes, judged by its size),
-``input`` (the figure went into the simulator), ``error`` (of a prediction) or ``other`` (another
-simulator's error)."""
+measurement, ``shown`` whether the row stands on its page. ``role`` is ``claim``, ``trend`` (a claim
+about how an effect changes, judged by its size), ``input`` (the figure went into the simulator),
+``error`` (of a prediction) or ``other`` (another simulator's error)."""
 
 import csv
 import re

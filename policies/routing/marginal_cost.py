@@ -127,6 +127,9 @@ class MarginalCostParameters(SignatureParameters):
     affinity: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How much dearer a worker is, as a part of the cost, by each unit of cosine similarity that
     its centroid of ELDR lacks to the most similar one; 0: no centroids."""
+    experts: bool = True
+    """Whether each request counts with its own experts, not those of the mean one: without them
+    the batch alone decides, through the steps of the kernels."""
 
 
 class MarginalCostPolicy(RouterPolicy):
@@ -164,9 +167,9 @@ class MarginalCostPolicy(RouterPolicy):
             raise InputError("calibration", problem)
         self._greedy = _greedy(context, step_times, n_layers)
         self._usages: dict[int, _Usage] = {}
-        self._affinity = 0.0
-        if isinstance(parameters, MarginalCostParameters):
-            self._affinity = parameters.affinity
+        own = parameters if isinstance(parameters, MarginalCostParameters) else None
+        self._affinity = own.affinity if own else 0.0
+        self._alike = own is not None and not own.experts
         if self._affinity and context.computes_prompts:
             problem = "affinity reads expert signatures, which co-located workers do not have"
             raise InputError("policy", problem, "a topology such as 8P16D")
@@ -187,7 +190,7 @@ class MarginalCostPolicy(RouterPolicy):
 
     def usage(self, request: RequestInfo) -> _Usage:
         """Return the request's predicted activation, or the calibration mean; remembered."""
-        if request.signature is None:
+        if self._alike or request.signature is None:
             return _usage(of_tokens(self._model.mean_activation, self._tokens))
         known = request.signature_id
         if known is not None and known in self._usages:
@@ -221,6 +224,9 @@ class MarginalCostPolicy(RouterPolicy):
 
     def _predicted(self, counts: Array) -> Floats:
         """Return the predicted activation of several requests' ``counts``, [n, L, E]."""
+        if self._alike:
+            mean = of_tokens(self._model.mean_activation, self._tokens)
+            return np.repeat(mean[None], len(counts), axis=0)
         return of_tokens(self._model.predict_all(counts), self._tokens)
 
 

@@ -60,7 +60,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_17": lambda: scaling.figure_17(runner),
         "figure_18": lambda: scaling.figure_18(runner, ep_rates),
         "table_1": lambda: scaling.table_1(runner, trace()),
-        "table_2": study["table_2"],
+        **{name: study[name] for name in ("table_2", "table_2_recorded", "figure_18_recorded")},
         "beyond": lambda: scaling.beyond(
             runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
         ),

@@ -87,6 +87,17 @@ def tiles(case: Case, n_batches: int) -> Reproduction:
                   f"{own['busiest_experts']:.1f} experts; as fast as the 80 GB card "
                   f"{less['layer_us']:.0f} us", neutral=None)
         )  # fmt: skip
+    none, eplb = (row_of(rows, gpu=setup.gpu, ratio=r, choice="even") for r in PAPER_US)
+    metro = row_of(rows, gpu=setup.gpu, ratio=RATIOS[-1], choice="metro")
+    more = eplb["busiest_experts"] - none["busiest_experts"]
+    slope = (PAPER_US[1.5] - PAPER_US[1.0]) / more
+    claims += [
+        Claim("an expert more that EPLB adds to the busiest GPU, under default tiles", slope, slope,
+              (eplb["layer_us"] - none["layer_us"]) / more, "us", 0.15 * slope, neutral=None,
+              reason="the paper's times over our experts"),
+        Claim("METRO shortens the FFN of a layer by up to, under default tiles", -81.0, -81.0,
+              metro["layer_us"] - eplb["layer_us"], "us", 8.0, neutral=0.0),
+    ]  # fmt: skip
     step_time = steps_of(setup.model, load_gpu(setup.gpu), Parallelism(1, True, setup.n_gpus))
     slots = routing.placement(RATIOS[-1]).expert.shape[1] // setup.n_gpus
     moe = step_time.rank_moe(slots, setup.in_flight * step_time.model.top_k)
