@@ -367,6 +367,9 @@ def take(rows: list[Row], page: str, folders: list[Path]) -> None:
                     row = dict.fromkeys(rows[0], "") | {"page": page, "table": "claims"}
                     rows.append(row | {"where": where, "command": command} | new | version)
                 else:
+                    # A reason that an experiment gave stays, where the command gives none.
+                    if not new["reason"] and new["size"] == "differs":
+                        new["reason"] = row["reason"]
                     role = row["role"] if row["role"] == "error" else new["role"]
                     row |= new | {"role": role} | version
 

@@ -106,6 +106,23 @@ def test_a_verdict_can_fail(change, said):
     assert render.verdict(row) == said
 
 
+def test_what_fails_has_a_reason():
+    """An experiment, or a stated difference of the systems."""
+    failed = {"differs", "contradicts", "no effect"}
+    rows = [row for row in ROWS if failed & {row["direction"], row["size"]}]
+    assert [(row["page"], row["claim"]) for row in rows if not row["reason"].strip()] == []
+
+
+def test_a_size_within_one_percent_agrees():
+    """A tolerance is in the row's unit: a share of the value there would call equals different."""
+    for row in ROWS:
+        if row["role"] in ("claim", "trend") and row["ours"] and row["stated"] == "yes":
+            low, high, ours = (float(row[name]) for name in ("low", "high", "ours"))
+            near = min(max(ours, low), high)
+            if row["tolerance"] and abs(ours - near) < 0.01 * abs(near):
+                assert row["size"] == "agrees", (row["page"], row["claim"])
+
+
 def test_a_page_shows_what_fails_though_nobody_chose_it():
     failed = CLAIM | {"ours": "3", "direction": "contradicts", "size": "differs"}
     hidden = CLAIM | {"claim": "hidden", "direction": "agrees", "size": "agrees"}
