@@ -248,7 +248,9 @@ def figure_5(evaluation: Evaluation) -> Reproduction:
         label = f"{what}, {new.label} against {old.label}"
         each = {"Qwen3-30B-A3B": QWEN, "Qwen3-30B-A3B, the requests it was fitted on": SAME}
         for name, sources in (each | {source.label: (source,) for source in OTHERS}).items():
-            low, high = (stated[2],) * 2 if name in each else (min(stated), max(stated))
+            # What TAR saves hangs on which experts have copies: the range is all three models'.
+            of_model = name in each and not key.endswith("/tar")
+            low, high = (stated[2],) * 2 if of_model else (min(stated), max(stated))
             ours = changes(sources, "prefill", key, new, old)
             decode = changes(sources, "decode", key, new, old)
             by = [f"{s.label}: {changes([s], 'prefill', key, new, old).mean:+.1f}" for s in ACROSS]
@@ -301,7 +303,7 @@ def copies_and_locality(evaluation: Evaluation) -> Reproduction:
         )  # fmt: skip
         claims.append(
             Claim(f"copies between nodes, TAR against WRR, the {n} most active experts on every "
-                  f"GPU{label}", -35.2, -35.2, spans["between"].mean, tolerance=11.7,
+                  f"GPU{label}", -35.2, -6.3, spans["between"].mean,
                   interval=spans["between"][1:],
                   reason=f"inside nodes {spans['inside'].mean:+.1f}%")
         )  # fmt: skip
