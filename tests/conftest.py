@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -55,18 +56,15 @@ from eldr_sim.traces.workload import Workload
 
 from .random_rows import random_prompts, random_rows
 
-# The same examples on every run and every machine, however slow; look for new ones with
+# The same examples on every run and every machine, however slow; look for new and more ones with
 # ``pytest --hypothesis-profile explore``.
-settings.register_profile("default", derandomize=True, deadline=None)
-settings.register_profile("explore", derandomize=False, deadline=None)
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("explore", derandomize=False, deadline=None, max_examples=400)
 settings.load_profile("default")
 
 #: Where two processes run the suite, each of them half of it (``--dist worksteal``), the second one
 #: begins with rooms that compile little, while the first one compiles what both need.
 ORDER = {"kernel_profiles": 1, "serving": 2, "traces": 3, "reports": 4, "validation": 5}
-
-#: Seconds after which a test that is not marked slow fails.
-HANG_S = float(os.environ.get("TEST_HANG_S", 120))
 
 
 def pytest_collection_modifyitems(items):
@@ -78,20 +76,45 @@ def pytest_collection_modifyitems(items):
 
 
 class Hang(BaseException):
-    """A test ran for too long; not an `Exception`, which hypothesis would try to reproduce."""
+    """A test does not end; not an `Exception`, which hypothesis would try to reproduce."""
 
 
-def _hang(number, frame):
-    raise Hang(f"no end within {HANG_S} s; on a busy machine set TEST_HANG_S")
+class Watch:
+    """Raises `Hang` in a test that waits for a minute (for five, where it has child processes), or
+    computes for two: a busy machine makes computing slow, and waiting no longer."""
+
+    EVERY_S, LEAST, WAITS_S, WITH_CHILDREN_S, COMPUTES_S = 5.0, 0.01, 60.0, 300.0, 120.0
+
+    def __init__(self):
+        self.begin = self.used = sum(os.times()[:4])
+        self.since_s = time.monotonic()
+
+    def __call__(self, _number, _frame):
+        used, now_s = sum(os.times()[:4]), time.monotonic()
+        if used - self.begin > self.COMPUTES_S:
+            raise Hang(f"it has computed for {self.COMPUTES_S:.0f} s")
+        waits_s = now_s - self.since_s
+        if used - self.used > self.LEAST * max(waits_s, self.EVERY_S):
+            self.used, self.since_s = used, now_s
+        elif waits_s > (self.WITH_CHILDREN_S if has_children() else self.WAITS_S):
+            raise Hang(f"it has waited for {waits_s:.0f} s")
+
+
+def has_children():
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Fail a test that hangs. The alarm repeats: an event loop may swallow the first one."""
-    if not hasattr(signal, "setitimer") or item.get_closest_marker("slow"):
+    if not hasattr(os, "waitid") or item.get_closest_marker("slow"):
         return (yield)
-    before = signal.signal(signal.SIGALRM, _hang)
-    signal.setitimer(signal.ITIMER_REAL, HANG_S, 1)
+    before = signal.signal(signal.SIGALRM, Watch())
+    signal.setitimer(signal.ITIMER_REAL, Watch.EVERY_S, Watch.EVERY_S)
     try:
         return (yield)
     finally:

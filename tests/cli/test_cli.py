@@ -12,6 +12,7 @@ from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 
 from ..golden_output import check_golden
+from ..on_each import on_each
 
 SHORT = ["--topology", "1P2D", "--request-rate", "10", "--duration", "3", "--warmup", "1"]
 SHORT += ["--output-len", "20"]
@@ -210,8 +211,8 @@ def test_options_override_the_config_file(run_cli, tmp_path):
     assert "1 prefill + 2 decode workers" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@on_each(
+    "arguments, message",
     [
         (["--policy", "best"], "policy: unknown policy 'best'"),
         (["--prefill-policy", "best"], "prefill_policy: unknown policy 'best'"),

@@ -15,6 +15,8 @@ from eldr_sim.simulator.setup.config.run_config import WORKLOADS
 from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
 from eldr_sim.traces.routing.format import builtin_traces
 
+from ..on_each import on_each
+
 # click asks a program to complete by these variables; COMP_CWORD is the word to complete. One
 # process answers all: what one line imports is there for the next ones, and none may import these.
 SCRIPT = """
@@ -78,7 +80,7 @@ NAMES = [["run", f"--{option}", ""] for option in ("model", "gpu", "trace")]
 LINES = [words for words, _ in OFFERED] + NAMES
 
 
-@pytest.mark.parametrize(("words", "offered"), OFFERED)
+@on_each("words, offered", OFFERED)
 def test_what_is_offered(complete, words, offered):
     assert complete(*words) == offered
 

@@ -1,13 +1,13 @@
 """Options of engines and benchmarks lead to ours, or say where the answer comes from."""
 
-import pytest
-
 from eldr_sim.cli.foreign import _SAID, instead_of
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 
+from ..on_each import on_each
 
-@pytest.mark.parametrize(
-    ("option", "says"),
+
+@on_each(
+    "option, says",
     [
         ("--quantization", "comes with the model"),
         ("--dtype", "--kv-cache-dtype"),

@@ -17,6 +17,8 @@ from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
 
+from ..on_each import on_each
+
 #: Commands that take the options of a run.
 HELPED = "run", "compare", "plan", "explore", "serve", "validate bench"
 
@@ -71,10 +73,8 @@ def test_goodput_takes_one_word_or_several(arguments):
     assert parse(*arguments).output.goodput == ServiceLevel(ttft=500, tpot=30)
 
 
-@pytest.mark.parametrize(
-    ("command", "field"), [("run --goodput", "goodput"), ("plan --request-rate 9 --slo", "slo")]
-)
-@pytest.mark.parametrize("bounds", ["ttft", "ttft:1,ttft:2", "ttft:x", "itl:5", "ttft:-1"])
+@on_each("command, field", [("run --goodput", "goodput"), ("plan --request-rate 9 --slo", "slo")])
+@on_each("bounds", ["ttft", "ttft:1,ttft:2", "ttft:x", "itl:5", "ttft:-1"])
 def test_a_bad_bound_is_one_line(run_cli, command, field, bounds):
     code, _, err = run_cli(*command.split(), bounds)
     assert code == 2

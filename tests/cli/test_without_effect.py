@@ -19,6 +19,8 @@ from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.spellings import PATHS
 
+from ..on_each import on_each
+
 #: A quick run; a case's own options come after these.
 BASE = "--trace reference-moe --num-requests 6 --output-len 3 --topology 2P2D"
 GROUP = "--topology 1C -dp 2 --enable-expert-parallel"
@@ -256,7 +258,7 @@ def left_out(text, name):
     return " ".join(words[:place] + words[place + (2 if has_value else 1) :])
 
 
-@pytest.mark.parametrize("name", CASES)
+@on_each("name", CASES)
 def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
     case, refused = CASES[name] if isinstance(CASES[name], tuple) else (CASES[name], None)
     if case.startswith(("run ", "compare ", "plan ")):
@@ -313,7 +315,7 @@ NAMELESS = {  # where an option that means something elsewhere means nothing
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMELESS)
+@on_each("name", NAMELESS)
 def test_an_option_of_what_this_rule_or_load_has_not_is_named(name):
     base = "--model Qwen3-8B --policy jsq --seed 3"
     base += " --num-requests 6" if name.startswith("batch") else ""

@@ -13,6 +13,7 @@ from eldr_sim.policies.replicas.metro import MetroParameters
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from studies.moe_prefill.settings import H100_FP8, SHARING
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -28,7 +29,7 @@ CLAIM = dict.fromkeys(ROWS[0], "") | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", render.pages(), ids=lambda page: page.name)
+@on_each("page", render.pages())
 def test_a_page_has_the_tables_of_the_data(page):
     text = page.read_text(encoding="utf-8")
     assert render.page_with_tables(text, ROWS) == text, "renew it: python docs/render.py"
@@ -73,8 +74,8 @@ def test_an_input_is_one_by_code(row):
     assert reason(row), row["claim"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
+@on_each(
+    "change, said",
     [
         ({}, "agrees"),
         ({"ours": "-12"}, "direction agrees"),
@@ -174,9 +175,7 @@ def test_every_table_of_data_is_in_the_index_and_of_one_width():
 REFERENCE = {"claims.md", "cli.md", "data.md", "formats.md", "metrics.md", "tables.md"}
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in render.pages() if p.name not in REFERENCE], ids=lambda page: page.name
-)
+@on_each("page", [p for p in render.pages() if p.name not in REFERENCE])
 def test_a_page_is_short(page):
     words = len(page.read_text(encoding="utf-8").split())
     assert words <= 1600, f"{words} words"

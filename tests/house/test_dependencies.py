@@ -5,10 +5,10 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,7 +30,7 @@ def requirements():
     return [(group, Requirement(text)) for group, texts in groups.items() for text in texts]
 
 
-@pytest.mark.parametrize("name", MENDED)
+@on_each("name", MENDED)
 def test_lower_bounds_exclude_versions_with_advisories(name):
     mended, advisory = MENDED[name]
     found = [(group, need) for group, need in requirements() if need.name.lower() == name]

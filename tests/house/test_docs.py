@@ -27,6 +27,7 @@ from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -151,7 +152,7 @@ def test_every_command_line_parses(page, tmp_path, monkeypatch):
                 RunConfig(policy=policy)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@on_each("page", PAGES)
 def test_every_model_and_gpu_of_a_command_exists(page):
     """Those that are names; files are made by the reader."""
     for words in commands(page):
@@ -178,7 +179,7 @@ def spans(page):
     return [words for words in found if words and not words[0].isupper()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@on_each("page", PAGES)
 def test_commands_in_sentences_name_commands_and_options_that_exist(page):
     for words in spans(page):
         command, known = cli, set()
@@ -327,7 +328,7 @@ def written(words):
     return [str(options[key]) for key in ("out", "report", "freeze") if options.get(key)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@on_each("page", PAGES)
 def test_a_line_names_the_files_that_it_needs(page):
     """Each is in the checkout, made by a line before, or named behind ``needs``."""
     made = []

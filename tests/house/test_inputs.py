@@ -23,6 +23,8 @@ from eldr_sim.parquet import read_table
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.traces.routing.manifest import load_ids
 
+from ..on_each import on_each
+
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.
 BOMB = "\n".join(
@@ -90,9 +92,9 @@ def test_a_column_s_name_that_is_no_text(tmp_path):
         read_request_log(file, "input=abcdefgh,output=x")
 
 
-@pytest.mark.parametrize("parse", [parse_json, parse_yaml])
-@pytest.mark.parametrize(
-    ("text", "message"),
+@on_each("parse", [parse_json, parse_yaml])
+@on_each(
+    "text, message",
     [
         (DEEP, "nested too deeply"),
         ("[1, 2", "is not (valid JSON|YAML)"),
@@ -204,7 +206,11 @@ def test_a_signal_leaves_nothing(tmp_path, command, number, code):
     )
     time.sleep(4)
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    try:
+        _, said = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode == code
     assert "nothing was written" in said
     assert "Traceback" not in said

@@ -3,8 +3,7 @@
 import re
 import tomllib
 
-import pytest
-
+from ..on_each import on_each
 from ..paths import ROOT
 
 SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
@@ -48,7 +47,7 @@ def test_the_tree_is_that_of_the_plan():
     }
 
 
-@pytest.mark.parametrize(("section", "page"), OF_PAGE, ids=[page for _, page in OF_PAGE])
+@on_each("section, page", OF_PAGE)
 def test_a_page_is_short(section, page):
     text = text_of(page)
     own = re.sub(r"(<!-- data: .*? -->).*?(<!-- end of data -->)", r"\1\2", text, flags=re.S)
@@ -62,13 +61,13 @@ def test_all_pages_together():
     assert sum(words.values()) + readme <= 27_000
 
 
-@pytest.mark.parametrize("page", ["../README.md", *(page for _, page in OF_PAGE)])
+@on_each("page", ["../README.md", *(page for _, page in OF_PAGE)])
 def test_a_page_has_few_figures_in_prose(page):
     found = FIGURE.findall(prose(text_of(page)))
     assert len(found) <= 10, found
 
 
-@pytest.mark.parametrize("page", SECTIONS["How to"])
+@on_each("page", SECTIONS["How to"])
 def test_a_how_to_page_has_its_parts(page):
     """A question, a command, how to read the output, and what can mislead."""
     text = text_of(page)

@@ -2,14 +2,15 @@
 
 import numpy as np
 import pyarrow as pa
-import pytest
 
 from eldr_sim.parquet import column, texts
 
+from ..on_each import on_each
 
-@pytest.mark.parametrize("kind", ["bool", "int8", "int16", "int32", "int64", "float64", None])
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 1000])
-@pytest.mark.parametrize("nulls", [True, False])
+
+@on_each("kind", ["bool", "int8", "int16", "int32", "int64", "float64", None])
+@on_each("n", [0, 1, 7, 8, 1000])
+@on_each("nulls", [True, False])
 def test_columns_are_pyarrow_s(kind, n, nulls):
     rng = np.random.default_rng(n)
     values = rng.integers(0, 2 if kind == "bool" else 100, n).astype(kind or "uint16")

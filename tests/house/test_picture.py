@@ -7,6 +7,7 @@ import pytest
 
 from eldr_sim.charts import PALETTE
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 PICTURE = ROOT / "docs" / "images" / "same_requests.png"
@@ -67,7 +68,7 @@ def test_first_command_prints_the_figures_of_the_picture(policy, run_cli, drawn_
 IMAGES = ROOT / "docs" / "images"
 
 
-@pytest.mark.parametrize("path", sorted(IMAGES.glob("*.png")), ids=lambda path: path.stem)
+@on_each("path", sorted(IMAGES.glob("*.png")))
 def test_a_picture_has_a_command_or_a_date(path):
     """Its metadata have the version, or its captions have version and month."""
     image = pytest.importorskip("PIL.Image")

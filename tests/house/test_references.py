@@ -15,6 +15,8 @@ from eldr_sim.jit import njit
 from eldr_sim.references import Reference
 from eldr_sim.simulator.plane.compiled import Callback, ask
 
+from ..on_each import on_each
+
 RECORD = np.dtype([("n", np.int64), ("x", np.float64)])
 
 
@@ -67,9 +69,9 @@ def an_outer(table):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("i", [0, 1])
-@pytest.mark.parametrize("k", range(4))
-@pytest.mark.parametrize("strided", [False, True])
+@on_each("i", [0, 1])
+@on_each("k", range(4))
+@on_each("strided", [False, True])
 def test_members_are_what_the_tuple_has(i, k, strided):
     table = np.arange(16.0).reshape(4, 4)[:, ::2] if strided else np.arange(8.0).reshape(4, 2)
     outer = an_outer(table)

@@ -15,6 +15,8 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
 from eldr_sim.kernel_profiles.tables.format import load_table, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import shipped_tables, version_numbers
 
+from ..on_each import on_each
+
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
@@ -422,9 +424,9 @@ def test_expected_distinct_experts_stay_in_their_bounds(tokens, experts, top_k, 
         assert low <= expected_distinct(tokens, experts, top_k, alpha) <= high
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (128, 4), (64, 8), (8, 2)])
-@pytest.mark.parametrize("n_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 100])
+@on_each("experts, top_k", [(128, 8), (128, 4), (64, 8), (8, 2)])
+@on_each("n_ranks", [1, 2, 4, 8])
+@on_each("tokens", [1, 2, 3, 7, 16, 100])
 def test_balanced_distinct_experts_of_rank_zero(tokens, experts, top_k, n_ranks):
     """The collector's rule, token by token."""
     stride = -(-experts // top_k)

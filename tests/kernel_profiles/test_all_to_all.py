@@ -26,6 +26,8 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.library import find_table
 
+from ..on_each import on_each
+
 DEEPSEEK = load_model("DeepSeek-V3")
 
 
@@ -140,8 +142,8 @@ def test_uniform_copies_are_the_mean_over_all_choices(backend):
         assert _busiest(moved, 4, 2) == pytest.approx((inside * each, between * each))
 
 
-@pytest.mark.parametrize("gpu", ["H100", "A100", "GB200"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_each("gpu", ["H100", "A100", "GB200"])
+@on_each("backend", BACKENDS)
 def test_compiled_times_are_the_plain_ones(backend, gpu):
     found = build_all_to_all(DEEPSEEK, load_gpu(gpu), backend, 16, gpus_per_node=4)
     for inside in (0.0, 1.0, 37.5, 3e3, 1e7):

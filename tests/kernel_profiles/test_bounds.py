@@ -13,6 +13,8 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
+from ..on_each import on_each
+
 MODELS = (
     "Qwen3-30B-A3B", "GPT-OSS-120B", "DeepSeek-V3", "MiniMax-M2.5", "Qwen3.5-397B-A17B-NVFP4",
     "Llama-3.1-8B-FP8", "DeepSeek-V4-Pro", "Qwen3-235B-A22B-FP8",
@@ -68,7 +70,7 @@ def check(steps, batch):
         assert prompt.collectives >= least
 
 
-@pytest.mark.parametrize("name", list_gpus())
+@on_each("name", list_gpus())
 def test_no_known_gpu_beats_its_own_peaks(name):
     """INV-14."""
     for at, model in enumerate(MODELS[list_gpus().index(name) % 2 :: 2]):

@@ -9,6 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 
@@ -16,7 +17,7 @@ def test_the_gpus_of_the_shipped_tables_exist():
     assert {"H100", "H200", "A100", "B200", "MI300X"} <= set(list_gpus())
 
 
-@pytest.mark.parametrize("name", list_gpus())
+@on_each("name", list_gpus())
 def test_every_gpu_is_complete_and_sourced(name):
     gpu = load_gpu(name)
     sources = gpu.source, gpu.engine_reserved_source, gpu.defaults_source
@@ -111,8 +112,8 @@ def test_the_help_says_that_a_file_is_taken(run_cli):
     assert (code, "or the path of a gpu.json" in error) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
+@on_each(
+    "written, name",
     [
         ("H100-SXM5-80GB", "H100"),
         ("NVIDIA-H100-80GB-HBM3", "H100"),

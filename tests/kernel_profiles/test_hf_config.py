@@ -17,6 +17,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.parts import residual_bytes
 
+from ..on_each import on_each
 from ..paths import SHARED
 
 COMMON = {"hidden_size": 512, "vocab_size": 1000, "max_position_embeddings": 8192,
@@ -167,7 +168,7 @@ def changed(value: Any) -> list[Any]:
             return []
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@on_each("family", CONFIGS)
 def test_every_key_that_is_read_changes_a_figure_or_is_refused(write, family):
     """One key at a time; of lists the order does not count, so that one of the changes must."""
     before = figures(load_model(write(family)))
@@ -183,7 +184,7 @@ def test_every_key_that_is_read_changes_a_figure_or_is_refused(write, family):
         assert not outcomes or any(outcomes), key
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@on_each("family", CONFIGS)
 def test_every_value_within_an_object_changes_a_figure_or_is_refused(write, family):
     before = figures(load_model(write(family)))
     _, keys = read_config(write(family))
@@ -212,7 +213,7 @@ VALUES = st.one_of(st.integers(1, 512), st.just(True), st.just("fp8"), st.just([
                    st.just({"a": 1}), st.floats(0.1, 9.0))  # fmt: skip
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(family=st.sampled_from(sorted(CONFIGS)), word=WORDS, value=VALUES,
        rest=st.sampled_from(["size", "ratio", "stride", "mode", "num", "map", "window", "zz"]),
        first=st.booleans())  # fmt: skip
@@ -342,13 +343,11 @@ def test_known_architectures_that_are_not_supported_say_why(tmp_path, family, sa
 CASES = SHARED / "research" / "cases_4"
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("ernie45_21b", 21.8), ("gemma3_27b", 27.0), ("glm47_flash", 29.9), ("granite4_small", 32.2),
+@on_each("name, billions", [("ernie45_21b", 21.8), ("gemma3_27b", 27.0), ("glm47_flash", 29.9),
+     ("granite4_small", 32.2),
      ("hunyuan_a13b", 80.4), ("nemotron_nano_30b", 31.6), ("qwen3_omni_30b", 30.5),
      ("step35_flash", 195.8), ("llama33_70b_w8a8", 70.6), ("qwen25_72b_gptq", 72.7),
-     ("deepseek_r1_awq", 671.0)],
-)  # fmt: skip
+     ("deepseek_r1_awq", 671.0)])  # fmt: skip
 def test_parameters_of_public_configurations(name, billions):
     """As their publishers count them, vision and drafts left out."""
     path = CASES / f"{name}.json"
@@ -357,8 +356,8 @@ def test_parameters_of_public_configurations(name, billions):
     assert load_model(path).total_params == pytest.approx(1e9 * billions, rel=0.01)
 
 
-@pytest.mark.parametrize("value", [10**9, 1e300, -1, 0, True, "7", [], {}])
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm_moe_dsa"])
+@on_each("value", [10**9, 1e300, -1, 0, True, "7", [], {}])
+@on_each("family", ["qwen3_moe", "glm_moe_dsa"])
 def test_no_number_of_a_configuration_takes_the_memory_of_the_machine(write, family, value):
     """A model or one refusal: a billion layers took 16 GB and 45 s before they were refused."""
     numbers = [name for name, given in CONFIGS[family].items() if type(given) is int]

@@ -12,6 +12,8 @@ from eldr_sim.kernel_profiles.kernels.flops import (
 )
 from eldr_sim.kernel_profiles.models import load_model
 
+from ..on_each import on_each
+
 QWEN, DEEPSEEK = load_model("Qwen3-30B-A3B"), load_model("DeepSeek-V3")
 
 
@@ -33,8 +35,8 @@ def _qwen_by_hand(batch, context):
     return batch * flops / (2 * (outside + 48 * distinct * expert) + batch * kv)
 
 
-@pytest.mark.parametrize("context", [0, 1000, 8192])
-@pytest.mark.parametrize("batch", [1, 64, 1024])
+@on_each("context", [0, 1000, 8192])
+@on_each("batch", [1, 64, 1024])
 def test_qwen_by_hand(batch, context):
     by_hand = _qwen_by_hand(batch, context)
     assert decode_intensity(QWEN, batch, context) == pytest.approx(by_hand, rel=1e-9)
@@ -60,8 +62,8 @@ def _deepseek_by_hand(batch, context):
     return batch * flops / read
 
 
-@pytest.mark.parametrize("context", [0, 1000, 8192])
-@pytest.mark.parametrize("batch", [1, 64, 1024])
+@on_each("context", [0, 1000, 8192])
+@on_each("batch", [1, 64, 1024])
 def test_deepseek_by_hand(batch, context):
     """But for the scales of FP8 blocks: 4 bytes for 128 x 128 weights."""
     by_hand = _deepseek_by_hand(batch, context)

@@ -9,6 +9,8 @@ from eldr_sim.kernel_profiles.sources import aiconfigurator
 from eldr_sim.kernel_profiles.tables.format import linear_attention_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 
+from ..on_each import on_each
+
 KEYS = ["batch_size", "seq_len"]
 
 
@@ -36,8 +38,8 @@ def test_a_convolution_that_times_its_launch_is_left_out():
     assert aiconfigurator._kda_points(points, KEYS).empty
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200", "B200", "B300", "GB200"])
-@pytest.mark.parametrize("kind", ["attention_decode", "attention_prefill"])
+@on_each("gpu", ["H100", "H200", "B200", "B300", "GB200"])
+@on_each("kind", ["attention_decode", "attention_prefill"])
 def test_prompts_and_decoding_of_kimi_k3_have_measured_tables(gpu, kind):
     for n_gpus in (1, 2, 4):
         shape = linear_attention_shape(Parallelism(n_gpus).shard(load_model("Kimi-K3")))

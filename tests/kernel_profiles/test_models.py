@@ -8,12 +8,13 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 
+from ..on_each import on_each
 from ..paths import SHARED
 
 COUNTS = SHARED / "data" / "models" / "model_dimensions.json"
 
 
-@pytest.mark.parametrize("name", list_models())
+@on_each("name", list_models())
 def test_total_parameters_match_what_the_publisher_says(name):
     dims = load_model(name)
     # Kimi-K2's "1T" is a rounded figure, Llama-4-Scout's count has its vision tower, that of
@@ -42,7 +43,7 @@ def test_active_parameters_match_what_the_publisher_says(name):
     assert 0.94 * without <= 1e9 * ACTIVE[name] <= 1.06 * dims.active_params
 
 
-@pytest.mark.parametrize("name", list_models())
+@on_each("name", list_models())
 def test_parameters_match_an_independent_count(name):
     """The oracle instantiated each architecture on torch's meta device and counted."""
     if not COUNTS.is_file():
@@ -157,7 +158,7 @@ REAL_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", REAL_CONFIGS)
+@on_each("name", REAL_CONFIGS)
 def test_real_configurations_of_every_family_give_the_shipped_dimensions(name):
     package = pytest.importorskip("aiconfigurator_core", reason="real configurations ship there")
     folder = Path(package.__file__).parent / "model_configs"
@@ -195,8 +196,8 @@ def test_llama4_alternates():
     assert (maverick.n_sliding_layers, maverick.sliding_window) == (36, 8192)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@on_each(
+    "content, message",
     [
         ("{", "not valid JSON"),
         ("[]", "JSON object"),
@@ -236,8 +237,8 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
+@on_each(
+    "written, name",
     [
         ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "Qwen3-235B-A22B-FP8"),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen3-30B-A3B"),
@@ -255,7 +256,7 @@ def test_names_are_taken_as_people_write_them(written, name):
     assert load_model(written).name == name
 
 
-@pytest.mark.parametrize("name", list_models())
+@on_each("name", list_models())
 def test_no_name_is_taken_for_another_model_s(name):
     model = load_model(name)
     assert (model.name, load_model(model.hf_id or name).name) == (name, name)
@@ -274,7 +275,7 @@ def test_unknown_models_are_refused_with_the_nearest_and_the_way_out():
         load_model("zzz")
 
 
-@pytest.mark.parametrize("name", list_models())
+@on_each("name", list_models())
 def test_mla_keeps_one_tensor_a_layer_others_two(name):
     model = load_model(name)
     attends = model.n_layers - model.n_linear_layers

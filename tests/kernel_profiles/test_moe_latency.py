@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
+from ..on_each import on_each
 from ..paths import SHARED
 
 LATENCY = SHARED / "data" / "latency"
@@ -176,7 +177,7 @@ def test_uniform_distinct_matches_a_simulation():
     assert uniform_distinct(3, 8, 8) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("shipped", MOE_TABLES)
+@on_each("shipped", MOE_TABLES)
 def test_every_shipped_table_gives_a_sane_monotone_model(shipped):
     table = shipped.load()
     model = fit_moe_latency(table)
@@ -203,7 +204,7 @@ NOT_MONOTONE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("shipped", MOE_TABLES)
+@on_each("shipped", MOE_TABLES)
 def test_every_shipped_table_is_met_where_it_was_measured(shipped):
     """Rows of exact distinct counts: the model follows them but for isolated outliers."""
     table = shipped.load()

@@ -16,6 +16,8 @@ from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.simulator.setup.memory import kv_blocks
 
+from ..on_each import on_each
+
 LARGE = load_model("Qwen3-235B-A22B")
 TP4, EP4 = Parallelism(4), Parallelism(4, True)
 
@@ -28,7 +30,7 @@ def build(model="Qwen3-235B-A22B", gpu="H200", parallelism=EP4, **options):
 # -- what one GPU holds ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list_models())
+@on_each("name", list_models())
 def test_one_gpu_holds_everything(name):
     model = load_model(name)
     for alone in (SINGLE_GPU, Parallelism(1, True)):
@@ -211,8 +213,8 @@ def _rank_and_whole(gpu, size):
     return table(size), fit_moe_latency(table(size)), fit_moe_latency(table(1)).on_rank(size)
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@on_each("gpu", ["H100", "H200", "B200"])
+@on_each("size", [2, 4, 8])
 def test_rank_tables_count_what_one_rank_activates(gpu, size):
     """Balanced routing gives a rank k / R experts a token until all E / R are active."""
     table, fitted, _ = _rank_and_whole(gpu, size)

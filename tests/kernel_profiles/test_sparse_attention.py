@@ -15,6 +15,8 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import attention_tables
 from eldr_sim.kernel_profiles.steps.parts import Parts
 from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
 
+from ..on_each import on_each
+
 #: A small GLM-5.
 CONFIG = {
     "model_type": "glm_moe_dsa", "num_hidden_layers": 3, "first_k_dense_replace": 1,
@@ -122,8 +124,8 @@ def test_rows_of_compressed_attention_are_the_mean_of_both_kinds_of_layers():
     assert prefill.metadata.shape["compression"] == 4
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200", "B200", "B300", "GB200", "GB300"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@on_each("gpu", ["H100", "H200", "B200", "B300", "GB200", "GB300"])
+@on_each("engine", ["vllm", "sglang", "trtllm"])
 def test_block_sparse_attention_is_priced_by_its_own_modules(gpu, engine):
     """MiniMax-M3's 57 sparse layers by rows of MSA, not of GLM-5's modules of the same width."""
     for size in (4, 8, 16):

@@ -1,10 +1,11 @@
 """Step times: sums of kernels, checked against tables, brute force and measured TPOT."""
 
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -23,6 +24,7 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
+from ..on_each import on_each
 from ..step_times import fixed_s
 
 GPUS = ("H100", "H200", "A100", "B200", "MI300X", "L40S")
@@ -78,7 +80,7 @@ def test_small_gemms_match_published_times():
 # -- tables -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shipped", _of_kind("gemm"))
+@on_each("shipped", _of_kind("gemm"))
 def test_gemm_grids_meet_their_rows(shipped):
     table = shipped.load()
     gemm = GemmLatency.from_table(table)
@@ -99,17 +101,14 @@ def test_gemm_goes_on_past_its_grid_like_the_matrix_grows():
     assert gemm.time_s(131072, 4096, 64) == pytest.approx(2 * gemm.time_s(65536, 4096, 64), rel=0.1)
 
 
-@pytest.mark.parametrize("shipped", _of_kind("attention_decode"))
+@on_each("shipped", _of_kind("attention_decode"))
 def test_decode_attention_meets_its_rows_and_fills_the_rest_sanely(shipped):
     table = shipped.load()
     attention = DecodeAttention.from_table(table)
     batch = table.columns["batch"].astype(float)
     context = table.columns["context"].astype(float)
-    rows = [
-        float(attention.time_s(np.array([b]), np.array([c]))[0, 0])
-        for b, c in zip(batch, context, strict=True)
-    ]
-    ratio = np.array(rows) / table.columns["latency_s"]
+    (batches, i), (contexts, j) = (np.unique(one, return_inverse=True) for one in (batch, context))
+    ratio = attention.time_s(batches, contexts)[i, j] / table.columns["latency_s"]
     assert np.log(ratio).mean() == pytest.approx(0.0, abs=1e-3)  # neither fast nor slow
     assert np.median(ratio) == pytest.approx(1.0, abs=0.01)
     assert (np.diff(attention.seconds, axis=1) >= 0).all()
@@ -137,7 +136,7 @@ def test_the_filled_corner_predicts_points_that_were_measured():
             assert predicted == pytest.approx(latency, rel=0.15)
 
 
-@pytest.mark.parametrize("shipped", _of_kind("attention_prefill"))
+@on_each("shipped", _of_kind("attention_prefill"))
 def test_prefill_attention_meets_single_prompts(shipped):
     table = shipped.load()
     longest = max(70_000, 2 * int(table.columns["new_tokens"].max()))
@@ -163,7 +162,7 @@ def test_prefill_attention_meets_single_prompts(shipped):
     assert growth == pytest.approx(pairs[2 * last - 1] / pairs[last - 1], rel=1e-9)
 
 
-@pytest.mark.parametrize("shipped", _of_kind("collective"))
+@on_each("shipped", _of_kind("collective"))
 def test_collectives_count_bytes(shipped):
     """At the largest messages no collective beats the links: elements taken for bytes would."""
     curves = CollectiveLatency.from_table(shipped.load()).curves
@@ -189,9 +188,22 @@ def test_h100_collective_floors_match_published_times():
 # -- the model --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", list_models())
+#: Each model on one GPU, the next model on the next one: all models and all GPUs occur.
+PAIRS = [(name, GPUS[n % len(GPUS)]) for n, name in enumerate(list_models())]
+
+
+@on_each("name, gpu", PAIRS)
+def test_every_model_is_sane_and_monotone(name, gpu):
+    _is_sane_and_monotone(name, gpu)
+
+
+@pytest.mark.slow
+@on_each("name, gpu", sorted({*product(list_models(), GPUS)} - {*PAIRS}))
 def test_every_model_on_every_gpu_is_sane_and_monotone(name, gpu):
+    _is_sane_and_monotone(name, gpu)
+
+
+def _is_sane_and_monotone(name, gpu):
     model = _build(name, gpu, max_num_seqs=32, max_model_len=4096, max_num_batched_tokens=4096)
     dims = load_model(name)
     assert model.cost.moe_s.shape == (33, dims.n_experts + 1)
@@ -474,7 +486,6 @@ def test_building_twice_gives_the_same_bits(qwen):
 requests = st.lists(st.tuples(st.integers(1, 1024), st.integers(0, 4000)), min_size=1, max_size=8)
 
 
-@settings(max_examples=200)
 @given(batch=requests, extra=st.integers(1, 500))
 def test_prefill_grows_with_tokens_context_and_requests(qwen, batch, extra):
     tokens, contexts = ([pair[i] for pair in batch] for i in (0, 1))
@@ -486,7 +497,6 @@ def test_prefill_grows_with_tokens_context_and_requests(qwen, batch, extra):
     assert qwen.prefill_s([*tokens, extra], [*contexts, 0]) >= base
 
 
-@settings(max_examples=100)
 @given(prompt=st.integers(2, 8000), cut=st.floats(0.01, 0.99))
 def test_chunks_share_the_attention_of_their_prompt(qwen, prompt, cut):
     """A prompt in two chunks costs at least the whole: pairs are the same, fixed parts repeat."""

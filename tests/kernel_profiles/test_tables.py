@@ -21,6 +21,7 @@ from eldr_sim.kernel_profiles.tables.format import (
 )
 from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 SHAPE = moe_shape(2048, 768, 128, 8)
@@ -84,8 +85,8 @@ def test_a_failed_write_leaves_the_old_table_alone(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"batch": None}, "missing batch"),
         ({"extra": np.array([1.0, 2.0, 3.0])}, "unknown extra"),

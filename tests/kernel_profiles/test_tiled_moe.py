@@ -30,11 +30,13 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 
+from ..on_each import on_each
+
 SIZES = {"max_num_seqs": 128, "max_model_len": 1024, "max_num_batched_tokens": 2048}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tile"),
+@on_each(
+    "tokens, tile",
     [
         (1, (16, 64, 128)),
         (32, (16, 64, 128)),
@@ -89,7 +91,7 @@ def _files():
     return [(gpu, *map(int, shape.split(","))) for gpu, own in found.items() for shape in own]
 
 
-@pytest.mark.parametrize(("gpu", "experts", "columns"), _files())
+@on_each("gpu, experts, columns", _files())
 def test_each_batch_takes_the_nearest_entry_of_a_tuned_file(gpu, experts, columns):
     tuned = tuned_tiles(gpu, experts, columns)
     firsts = first_tokens(tuned)

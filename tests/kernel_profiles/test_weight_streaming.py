@@ -19,6 +19,8 @@ from eldr_sim.kernel_profiles.steps.weight_streaming import (
     with_saturation,
 )
 
+from ..on_each import on_each
+
 QWEN, QWEN_FP8 = load_model("Qwen3-235B-A22B"), load_model("Qwen3-235B-A22B-FP8")
 
 
@@ -65,8 +67,8 @@ def test_equal_layers(n_layers, compute_s, gather_s, interference):
         assert got[0] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 9])
-@pytest.mark.parametrize(("c", "g", "h"), [(3.0, 2.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 3.0)])
+@on_each("window", [1, 2, 5, 9])
+@on_each("c, g, h", [(3.0, 2.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 3.0)])
 def test_with_offloading_the_slowest_channel_sets_the_pace(window, c, g, h):
     """``L max(c, g, h)``, but for the first layer, whose experts never move."""
     n = 11

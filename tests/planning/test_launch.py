@@ -15,6 +15,8 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.synthetic.drawn import drawn_trace
 
+from ..on_each import on_each
+
 #: Options that these versions have, of those that may be written.
 VLLM = [
     "tensor-parallel-size",
@@ -190,7 +192,7 @@ def options(words):
     return named
 
 
-@pytest.mark.parametrize(("name", "known"), [("vllm.sh", VLLM), ("sglang.sh", SGLANG)])
+@on_each("name, known", [("vllm.sh", VLLM), ("sglang.sh", SGLANG)])
 def test_options_exist_and_gpus_are_those_of_the_plan(made, name, known):
     kind, config, files = made
     total = 0

@@ -9,6 +9,8 @@ from eldr_sim.planning.launch.files import launch_files
 from eldr_sim.planning.launch.manifest import read_manifest
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 PRODUCTION_STACK = """
 servingEngineSpec:
   runtimeClassName: ""
@@ -155,9 +157,7 @@ def test_compose(tmp_path):
     assert any("service web" in text for text in found.left_out)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+@on_each("fields", [
         {"topology": "3C", "tensor_parallel_size": 2},
         {"topology": "2P3D", "max_num_seqs": 96, "policy": "jsq"},
         {"topology": "2P1D", "decode": {"tensor_parallel_size": 4, "max_num_seqs": 64},
@@ -166,9 +166,8 @@ def test_compose(tmp_path):
          "enable_prefix_caching": False},
         {"topology": "1C", "data_parallel_size": 16, "enable_expert_parallel": True,
          "all2all_backend": "deepep_ll"},
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["llm-d-values.yaml", "dynamo.yaml"])
+    ])  # fmt: skip
+@on_each("name", ["llm-d-values.yaml", "dynamo.yaml"])
 def test_what_plan_emits_is_read_as_what_was_planned(tmp_path, fields, name):
     config = make_config({"model": "Qwen3-30B-A3B", "num_requests": 50, "request_rate": 5} | fields)
     text = launch_files(config, version("eldr-sim"), (500.0, 100.0, 5.0))[name]
@@ -190,8 +189,8 @@ def test_what_plan_emits_is_read_as_what_was_planned(tmp_path, fields, name):
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@on_each(
+    "text, said",
     [
         ("a: 1", "no deployment that is known"),
         ("x: {{ .Values.y }}", "Helm template"),

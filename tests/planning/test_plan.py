@@ -26,6 +26,7 @@ from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from .analytic import BASE, LEVEL, LOCALITY, SPEED, Analytic, attained, simulated_by
 
 
@@ -419,8 +420,8 @@ def test_the_best_split_is_that_of_all_splits():
 # -- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@on_each(
+    "arguments, message",
     [
         ({"gpus": ["h1000"]}, "gpu: unknown GPU 'h1000'"),
         ({"gpus": ["h100", "H100"]}, "gpu: H100, H100 names one twice"),

@@ -10,6 +10,7 @@ import pytest
 from eldr_sim.planning.slo import attainment_interval, block_interval
 
 from ..golden_output import check_golden
+from ..on_each import on_each
 from .analytic import Analytic
 
 
@@ -74,8 +75,8 @@ def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
     assert record["rows"][0]["reasons"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@on_each(
+    "arguments, message",
     [
         (["--request-rate", "20", "--price", "h100"], "price: 'h100' (allowed: GPU=PRICE"),
         (["--request-rate", "20", "--price", "h100=-1"], "price: 'h100=-1'"),

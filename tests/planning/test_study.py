@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -15,6 +15,7 @@ from eldr_sim.planning.studies.study import Study, read_study
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 BASE = {"topology": "1P2D", "trace": "reference-moe", "num_requests": 12, "output_len": 8}
@@ -102,19 +103,15 @@ ARITHMETIC = st.recursive(
 
 
 @given(ARITHMETIC)
-@settings(max_examples=60)
 def test_arithmetic_is_pythons(text):
     assert evaluate(parse(text, "value", set()), {}) == eval(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+@on_each("text", [
         "__import__('os').system('true')", "().__class__", "P50.upper()", "(lambda: 1)()",
         "[x for x in P50]", "open('x')", "P50 if P50 else 0", "f'{P50}'", "1 +", "P50 := 1",
         "gain(*P50)", "gain(a=1)", "2 ** 9 ** 9 ** 9", "gain(P50, 'jsq')(1)", "\0",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_an_expression_runs_no_code(text):
     with pytest.raises(InputError):
         parse(text, "value", {"P50", "gain"})

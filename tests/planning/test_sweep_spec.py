@@ -9,6 +9,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import config_key
 from eldr_sim.planning.runs.sweep_spec import first_change, make_spec, read_spec
 
+from ..on_each import on_each
+
 
 def spec_of(text):
     return make_spec(yaml.safe_load(text))
@@ -134,7 +136,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), BAD)
+@on_each("text, message", BAD)
 def test_bad_sweep_is_one_line(text, message):
     with pytest.raises(InputError) as error:
         spec_of(text)

@@ -24,6 +24,8 @@ from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 
 
@@ -137,8 +139,8 @@ def test_interval_is_students_t_over_the_seeds():
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
 
 
-@pytest.mark.parametrize(
-    ("change", "fields"),
+@on_each(
+    "change, fields",
     [
         ("decode.gpu=h200", ()),
         ("topology=2P2D", ()),
@@ -188,8 +190,8 @@ def test_values_are_texts_and_fields_are_dot_paths():
     assert named == {"policy": {"name": "jsq", "tau": 1}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ([], "set: no change"),
         ([""], "set: an empty change"),

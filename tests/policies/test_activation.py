@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim import cache
@@ -158,7 +158,6 @@ def test_a_fit_is_made_once_on_a_machine(tmp_path, monkeypatch):
     assert len(made) == 3
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32), n=st.integers(1, 9), layers=st.integers(1, 3),
     experts=st.integers(1, 20),

@@ -16,6 +16,8 @@ from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.gate_scores import GateScores
 
+from ..on_each import on_each
+
 
 def structured(n=80, n_layers=6, n_experts=16, n_domains=4, seed=0):
     """A calibration set whose domains differ on layers 2 and up."""
@@ -323,8 +325,8 @@ def rewritten(source, target, **changes):
     np.savez(target, **arrays)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"format_version": 1}, "format version 1, not 2"),
         ({"idf": None}, "lacks or garbles 'idf'"),
@@ -385,7 +387,7 @@ def test_load_refuses_what_is_no_artifact(fitted, tmp_path):
         RoutingArtifact.load(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@on_each("seed", range(60))
 def test_a_flipped_byte_is_refused_or_harmless(fitted, tmp_path, seed):
     path = tmp_path / "fit.npz"
     fitted.save(path)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
@@ -66,7 +66,6 @@ POLICIES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 120),

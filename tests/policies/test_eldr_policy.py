@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -59,7 +59,6 @@ def band_of(artifact, counts, tau, min_band=1):
     return band, similar
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(1, 16), seed=st.integers(0, 2**32), tau=st.sampled_from([0.0, 0.05, 0.1, 0.4, 1]),
     min_band=st.integers(1, 2), ties=st.sampled_from(["lowest", "similar"]),

@@ -3,12 +3,13 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+
+from ..on_each import on_each
 
 BUILD = {"decode": registry.decode_policy, "prefill": registry.prefill_policy}
 
@@ -52,9 +53,8 @@ def algorithm_1(kv, load, in_turn, users_engine, reading):
     return chosen
 
 
-@pytest.mark.parametrize("decision", ["decode", "prefill"])
-@pytest.mark.parametrize("reading", ["printed", "prose"])
-@pytest.mark.parametrize("n", [2, 3])
+@on_each("n, decision", [(2, "decode"), (2, "prefill"), (3, "decode")])
+@on_each("reading", ["printed", "prose"])
 def test_algorithm_1_on_its_whole_truth_table(n, reading, decision):
     levels = (0.5, 0.79, 0.89, 0.9, 0.95) if n == 2 else (0.5, 0.79, 0.9, 0.95)
     seen = set()

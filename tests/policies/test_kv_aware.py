@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -12,6 +12,8 @@ from eldr_sim.policies.routing.seconds import PromptSeconds, SecondsPolicy, prom
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
+
+from ..on_each import on_each
 
 AWARE = ("dynamo_kv", "lmetric", "llmd", "cache_aware", "preble", "load_aware", "session")
 CHAT = {
@@ -114,7 +116,7 @@ def test_a_session_keeps_its_worker_for_its_lifetime():
     assert policy.select(RequestInfo(3, 9, 0, session=5), busy._replace(now_s=20.5)) != 0
 
 
-@pytest.mark.parametrize("word", [*AWARE, "seconds"])
+@on_each("word", [*AWARE, "seconds"])
 def test_equals_are_served_in_turn(word, cost):
     policy = prefill_policy(word, context(4, step_times=cost))
     chosen = [
@@ -123,7 +125,7 @@ def test_equals_are_served_in_turn(word, cost):
     assert np.bincount(chosen).tolist() == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("word", [*AWARE, "seconds"])
+@on_each("word", [*AWARE, "seconds"])
 def test_sick_workers_get_nothing(word, cost):
     policy = prefill_policy(word, context(3, step_times=cost))
     sick = view([0, 5, 5], [90, 0, 0])._replace(healthy=np.array([False, True, True]))
@@ -341,7 +343,6 @@ def with_dead(loads, matched, **columns):
 
 
 @pytest.mark.parametrize("word", ["dynamo_kv", "lmetric", "llmd", "cache_aware", "preble"])
-@settings(max_examples=60)
 @given(data=st.data())
 def test_a_dead_worker_decides_nothing(word, data):
     """Among the healthy ones the choice is the same whatever the dead one has, holds or waits for.

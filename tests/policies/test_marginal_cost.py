@@ -184,7 +184,6 @@ def test_affinity_needs_signatures():
     assert policy.select(RequestInfo(0, 10, 0), Workers.idle(loads)) == 1  # without: by time alone
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), n_workers=st.integers(1, 5), oracle=st.booleans())
 def test_every_decision_is_that_of_a_twin_from_scratch(seed, n_workers, oracle):
     r = np.random.default_rng(seed)

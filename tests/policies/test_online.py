@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
@@ -56,7 +56,6 @@ def spread(points, centroids):
     return (1 - points @ centroids.T).min(axis=1).sum()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     k=st.integers(1, 6),
@@ -159,7 +158,6 @@ def test_the_first_refit_comes_after_the_window_and_needs_as_many_signatures_as_
     assert not at(106.2, 5)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.booleans(), st.sampled_from([1, 50]))
 def test_rounds_are_those_of_matrix_products_to_the_bit(seed, k, balanced, rounds):
     r = np.random.default_rng(seed)
@@ -188,7 +186,6 @@ def test_rounds_are_those_of_matrix_products_to_the_bit(seed, k, balanced, round
     assert found[2] == cost
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from(["lowest", "similar"]))
 def test_the_compiled_choice_is_that_of_the_bands_rule(seed, tau, ties):
     r = np.random.default_rng(seed)

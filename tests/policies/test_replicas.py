@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.stats import chisquare
@@ -272,7 +272,6 @@ def least_fullest(experts, placement, layer):
     return linprog(cost, A_ub=loads, b_ub=np.zeros(len(loads)), A_eq=sums, b_eq=tokens).fun
 
 
-@settings(max_examples=60)
 @given(cases())
 def test_lplb_is_the_linear_programmes_optimum_but_for_whole_tokens(case):
     _, experts, placement, layer, _ = case

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
@@ -105,7 +105,6 @@ def share_prefixes(workload, rng):
     )
 
 
-@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 60),

@@ -128,7 +128,6 @@ def flops(request, unit, cached=0):
     return work.flops(request.prompt_len - cached, cached)
 
 
-@settings(max_examples=60)
 @given(workloads(), turn_lists, units, st.sampled_from([0.0, 1.0, 3e4, 3e5]), st.integers(1, 4))
 def test_load_ends_between_the_threshold_and_one_request_more(
     requests, turns, unit, threshold, n_workers
@@ -155,7 +154,6 @@ def test_load_ends_between_the_threshold_and_one_request_more(
     assert policy._pending == {}
 
 
-@settings(max_examples=60)
 @given(workloads(), turn_lists, units)
 def test_predicted_tokens_are_those_computed(requests, turns, unit):
     """Where nothing is evicted: what the router adds is what the engines work, request by request,

@@ -26,6 +26,8 @@ from eldr_sim.policies.eldr.signature import (
     unit_rows,
 )
 
+from ..on_each import on_each
+
 
 def rng(seed=0):
     return np.random.default_rng(seed)
@@ -315,9 +317,7 @@ def test_layer_masks(value, mask):
     assert parse_layer_mask(value) == mask
 
 
-@pytest.mark.parametrize(
-    "value", ["", "best", "1,x", "1,,2", "-1", "1.5", [], [1.5], ["a"], {}, 2.5, "²"]
-)
+@on_each("value", ["", "best", "1,x", "1,,2", "-1", "1.5", [], [1.5], ["a"], {}, 2.5, "²"])
 def test_bad_layer_masks(value):
     with pytest.raises(InputError, match=r"layer_mask: .*allowed: greedy, all, or layer numbers"):
         parse_layer_mask(value)

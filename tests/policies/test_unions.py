@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies.routing.unions import ExpertUnions, log_idle, on_grid
@@ -56,7 +56,6 @@ def test_an_expert_of_every_step_stays_finite():
     assert (unions.idle == 1.0).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 40))
 def test_state_depends_on_who_is_there_and_not_on_who_was(seed, n):
     r = np.random.default_rng(seed)

@@ -19,6 +19,8 @@ from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+from ..on_each import on_each
+
 BASE = {"trace": "reference-moe", "num_requests": 80, "request_rate": 40, "output_len": 24}
 RUNS = {
     "pd": {"topology": "2P3D"},
@@ -170,7 +172,7 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "problem"), DAMAGE)
+@on_each("name, how, problem", DAMAGE)
 def test_a_damaged_folder_is_one_line(folders, tmp_path, run_cli, name, how, problem):
     folder = damaged(folders / "pd", tmp_path / "run", name, how)
     for words in ([], ["--request", "3"], [folders / "fewer"]):

@@ -21,6 +21,8 @@ from eldr_sim.simulator.outcome.result_parts import headline_of, parts_of
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+from ..on_each import on_each
+
 BASE = RunConfig(
     trace="reference-moe", topology="1P2D", request_rate=20, output_len=20,
     goodput={"ttft": 500, "tpot": 30}, price_per_gpu_hour=2.0,
@@ -84,7 +86,7 @@ def from_command(text):
     return config_from_options(options)
 
 
-@pytest.mark.parametrize(
+@on_each(
     "state",
     [
         {},

@@ -22,6 +22,8 @@ from eldr_sim.reports.explorer.processes import PointLimits
 from eldr_sim.reports.explorer.server import Explorer, _state_of
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 BASE = make_config(
     {
         "topology": "1P1D",
@@ -131,17 +133,14 @@ def test_points_that_are_too_large_are_refused(more, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+@on_each("name, value", [
         ("request_rate", "1e-300"), ("request_rate", "1e-9"), ("request_rate", "1e300"),
         ("price_per_gpu_hour", "1e308"), ("price_per_gpu_hour", "-1"), ("goodput", "ttft:inf"),
         ("input_len", "1e400"), ("tensor_parallel_size", "1" + "0" * 99), ("topology", "9" * 40),
         ("host_gap_ms", "1e308"), ("cpu_slowdown", "1e300"), ("max_concurrency", "1" + "0" * 99),
         ("tokenizer_threads", "1" + "0" * 30), ("switch_time", "1e30"), ("warmup", "1e308"),
         ("seed", "-1"), ("num_prefixes", "1" + "0" * 20), ("drain_timeout", "nan"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_huge_or_odd_number_is_named_in_one_line(name, value):
     state = {name: value} if name in FIELDS else {"more": f"{name}={value}"}
     with pytest.raises(InputError) as caught:
@@ -150,16 +149,13 @@ def test_a_huge_or_odd_number_is_named_in_one_line(name, value):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+@on_each("path", [
         ".", "..", "log.csv\u200b", "log.csv ", "file:log.csv", "evil:X", "evil.PY", "%2e/log.csv",
         "/proc/self/environ", "//log.csv", "log.csv#", "log.csv?x", "log.csv;", "{log.csv}",
         "(log.csv)", "log.csv\t", "'log.csv'", "$PWD/log.csv",
         "\uff0fetc\uff0fpasswd/", "c:\\log.csv",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("where", ["workload", "model", "gpu", "trace", "tables", "events"])
+    ])  # fmt: skip
+@on_each("where", ["workload", "model", "gpu", "trace", "tables", "events"])
 def test_oddly_spelled_paths_are_refused(folder, where, path):
     state = {where: path} if where in FIELDS else {}
     values = [STATE | state] if state else []
@@ -171,9 +167,7 @@ def test_oddly_spelled_paths_are_refused(folder, where, path):
     assert not (folder / "RUN").exists()
 
 
-@pytest.mark.parametrize(
-    ("host", "origin"),
-    [
+@on_each("host, origin", [
         ("evil.example", None), ("127.0.0.1.evil.example", None), ("localhost.evil.example", None),
         ("localhost@evil.example", None), ("evil.example:80#localhost", None),
         ("localhost:x", None),
@@ -185,8 +179,7 @@ def test_oddly_spelled_paths_are_refused(folder, where, path):
         ("localhost:8050", "http://localhost:8050/evil"), ("localhost:8050", "localhost:8050"),
         ("127.0.0.1:8050", "http://127.0.0.1.nip.io:8050"),
         ("127.0.0.1:8050", "http://10.0.0.1:8050"), ("localhost:8050", "javascript://localhost:8050"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_odd_hosts_and_origins_are_refused(host, origin):
     headers = {"Host": host, "Content-Type": "application/json"}
     headers |= {} if origin is None else {"Origin": origin}

@@ -33,6 +33,7 @@ from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from .pages import Page, axes, colours, marks
 
 SHORT = {"topology": "2P3D", "request_rate": 20, "duration": 3, "warmup": 1, "output_len": 20}
@@ -156,8 +157,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("judged", [False, True], ids=["no SLO", "SLO"])
-@pytest.mark.parametrize("kind", KINDS)
+@on_each("judged", [False, True])
+@on_each("kind", KINDS)
 def test_any_run_makes_a_page_with_and_without_an_slo(kind, judged, tmp_path):
     """Without an SLO the page shows no share of requests that met one."""
     fields = SHORT | KINDS[kind]

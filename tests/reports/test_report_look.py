@@ -21,6 +21,7 @@ from eldr_sim.reports.pictures import (
     stacked_bars,
 )
 
+from ..on_each import on_each
 from .pages import marks
 
 
@@ -33,8 +34,8 @@ def test_cells_keep_the_full_value_and_mark_what_is_missing():
     assert measured(math.nan, "?").value == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
+@on_each(
+    "value, text",
     [
         (0.0, "0.00"),
         (12345, "12,345"),

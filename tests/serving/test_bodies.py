@@ -7,19 +7,18 @@ import pytest
 
 from eldr_sim.serving.bodies import parse_body
 
+from ..on_each import on_each
+
 BODY = {"model": "m", "prompt": "café", "max_tokens": 3}
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
-@pytest.mark.parametrize(
-    "raw",
-    [
+@on_each("handed_over", [False, True])
+@on_each("raw", [
         codecs.BOM_UTF8 + json.dumps(BODY).encode(),
         codecs.BOM_UTF8,
         *(json.dumps(BODY, ensure_ascii=False).encode(code)
           for code in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1")),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_only_utf8_without_a_byte_order_mark_is_passed_on(raw, handed_over):
     """What is passed on is the client's bytes: engines read UTF-8 (RFC 8259, section 8.1)."""
     with pytest.raises(ValueError, match="body") as error:

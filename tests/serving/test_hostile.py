@@ -30,6 +30,7 @@ from eldr_sim.serving.router.tasks import Supervisor
 from eldr_sim.serving.simulated.server import Service
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+from ..on_each import on_each
 from . import hostile
 from .fake_engine import FakeEngine, hang
 from .router_scene import running, until
@@ -106,7 +107,7 @@ async def endless(request):
         await response.write(b"vllm:x 1\n" * 10_000)
 
 
-@pytest.mark.parametrize(
+@on_each(
     "odd",
     [
         b"vllm:num_requests_waiting {{{ oops\n",
@@ -572,8 +573,8 @@ def test_headers_that_cannot_be_sent_on_are_refused(tracebacks, serve_app, path)
     assert not tracebacks
 
 
-@pytest.mark.parametrize(
-    ("method", "headers", "status"),
+@on_each(
+    "method, headers, status",
     [
         ("POST", {"Host": "evil.example"}, 403),
         ("POST", {"Host": "localhost.evil.example"}, 403),

@@ -26,6 +26,7 @@ pytest.importorskip("prometheus_client", reason="pip install 'eldr-sim[live]'")
 
 from aiohttp.test_utils import TestServer  # noqa: E402
 
+from ..on_each import on_each  # noqa: E402
 from .fake_engine import FakeEngine, fail, fail_in_stream, hang, refuse, reset  # noqa: E402
 from .router_scene import Scene, process, running, until  # noqa: E402
 
@@ -469,15 +470,12 @@ def test_plain_engines_judge_what_policies_do_not_read(body):
     assert (asked.prompt_len, asked.streamed) == (0, False)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+@on_each("wrong", [
         '"max_tokens": "a"', '"max_tokens": NaN', '"max_tokens": -1', '"max_tokens": 1e400',
         '"max_tokens": 2.5', '"max_tokens": true', '"max_completion_tokens": []', '"prompt": {}',
         '"prompt": 7', '"prompt": ["a", 1]', '"prompt": [[1], "a"]', '"prompt": [1.5]',
         '"stream": "yes"', '"messages": {}',
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_no_request_is_refused_before_plain_engines_too(wrong):
     with pytest.raises(ValueError, match=r"allowed: .*\)$") as caught:
         parse_body(b"{%s}" % wrong.encode(), handed_over=False)

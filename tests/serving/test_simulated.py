@@ -23,6 +23,8 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.validation.live.engines.client import send_load
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
 
+from ..on_each import on_each
+
 CONFIG = RunConfig(
     trace="reference-moe", topology="1P2D", policy="jsq", num_requests=64, warmup=0, output_len=40,
 )  # fmt: skip
@@ -191,8 +193,8 @@ def test_without_ignore_eos_an_answer_may_stop_as_the_workload_s_do():
     assert ends == [(40, "stop"), (40, "stop"), (60, "length"), (50, "stop")]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+@on_each(
+    "path, body, status, said",
     [
         (TEXT, b"{", 400, "not valid JSON"),
         (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),

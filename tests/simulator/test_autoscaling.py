@@ -13,6 +13,7 @@ from eldr_sim.simulator.setup.config.start_up import start_up_parts
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.simulation import Simulation
 
+from ..on_each import on_each
 from ..queueing import mdc_wait
 
 CONFIG = RunConfig(
@@ -277,8 +278,8 @@ def test_start_ups_in_parts():
             start_up_parts(wrong, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@on_each(
+    "changes, said",
     [
         ({"min_workers": "1,2"}, "min_workers"),
         ({"initial_workers": "1,2,3"}, "initial_workers"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.jit import njit
@@ -47,7 +47,6 @@ def values(planes):
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 200]))
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32), n=SIZES, more=SIZES, words=st.integers(1, 9),
     first=st.integers(0, 3), plane=st.integers(0, 5),
@@ -67,7 +66,6 @@ def test_rows_are_counted(seed, n, more, words, first, plane):
     assert (planes[n_planes_for.py_func(total) :] == 0).all()
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32), few=st.integers(1, 9), most=st.integers(9, 15),
     layers=st.integers(1, 3), words=st.integers(1, 3),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies.base import Needs, RouterPolicy
@@ -42,7 +42,6 @@ def loads(cluster):
 # -- conservation ------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 40),

@@ -22,6 +22,8 @@ from eldr_sim.simulator.setup.config.run_config import (
 )
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
+from ..on_each import on_each
+
 
 def test_defaults_are_those_of_the_paper_run():
     config = make_config({})
@@ -59,9 +61,7 @@ def test_topology(text, workers):
     assert parse_topology(text) == workers
 
 
-@pytest.mark.parametrize(
-    "text", ["8P0D", "0P8D", "P16", "0P", "16D", "", "8P16", "-1P2D", "1.5P2D"]
-)
+@on_each("text", ["8P0D", "0P8D", "P16", "0P", "16D", "", "8P16", "-1P2D", "1.5P2D"])
 def test_bad_topology(text):
     with pytest.raises(InputError, match=r"topology: .*such as 8P16D"):
         make_config({"topology": text})
@@ -81,8 +81,8 @@ def test_layer_mask(mask, read):
     assert make_config(config.model_dump(mode="json")) == config
 
 
-@pytest.mark.parametrize(
-    ("spelling", "canonical"),
+@on_each(
+    "spelling, canonical",
     [
         ("jsq", "jsq"),
         ("JSQ", "jsq"),
@@ -141,8 +141,8 @@ def eldr(**parameters):
     return {"policy": {"name": "eldr", **parameters}}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
+@on_each(
+    "values, message",
     [
         (eldr(signature="tfidf"), "policy.signature: 'tfidf': input should be 'count-idf', "),
         (eldr(layer_mask="1,x"), "policy.layer_mask: '1,x': allowed are greedy, all, or layer "),

@@ -17,6 +17,7 @@ from eldr_sim.traces.requests import texts
 from eldr_sim.traces.requests.texts import wanted_domains
 from eldr_sim.traces.routing.synthetic import drawn
 
+from ..on_each import on_each
 from ..queueing import md1_wait
 
 BASE = {
@@ -114,8 +115,8 @@ def test_bounds_count_the_dense_steps():
     assert found.n_decode == np.ceil(0.9 * busy) > 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
+@on_each(
+    "changes, field",
     [
         ({"policy": "eldr"}, "policy"),
         ({"policy": "marginal_cost"}, "policy"),

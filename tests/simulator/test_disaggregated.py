@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -16,6 +16,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
+from ..on_each import on_each
 from .test_groups import GROUPED, assert_equal_steps, grouped_cluster, run_pair
 
 AFD = GROUPED | {
@@ -25,7 +26,6 @@ AFD = GROUPED | {
 }
 
 
-@settings(max_examples=50)
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **AFD)
 def test_steps_equal_the_reference(decode, **drawn):
     assert_equal_steps(*run_pair(grouped_cluster(**drawn), decode=decode))
@@ -60,7 +60,6 @@ def seconds_of(stages):
     return _ping_pong(micro, stages.shape[1], stages.shape[2])
 
 
-@settings(max_examples=300)
 @given(st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4), st.integers(1, 6), st.integers(1, 12))
 def test_equal_layers_take_what_the_closed_form_says(times, m, n_layers):
     """MegaScale-Infer's T_total (arXiv 2504.02263, Sec. 4) where the slowest stage never waits."""
@@ -80,7 +79,6 @@ def test_ideal_ping_pong_computes_on_both_sides_at_once():
     assert seconds_of(stages[:, :1]) == 2 * 10
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 8))
 def test_no_step_is_shorter_than_its_stages_or_longer_than_all_in_turn(seed, m, n_layers):
     """Whatever the stages take, and a stage that takes longer never makes the step shorter."""
@@ -203,9 +201,7 @@ def test_several_decode_workers_are_spelled():
     assert (spelled.cluster.n_prefill, spelled.cluster.n_decode) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+@on_each("values, says", [
         ({"topology": "2P4A3F"}, "ffn_ranks: 3 does not divide the 128 experts"),
         ({"topology": "2P1A4F"}, "topology.decode.ffn_ranks: one engine of attention"),
         ({"topology": "2P4A"}, "topology: '2P4A'"),
@@ -226,8 +222,7 @@ def test_several_decode_workers_are_spelled():
         ({"model": "Qwen3-235B-A22B", "trace": None, "gpu": "H200", "topology": "2P6A2F",
           "prefill": {"tensor_parallel_size": 8}}, "ffn_ranks: experts of 227"),
         ({"model": "Qwen3-32B", "trace": None}, "is dense"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_not_simulated_is_refused(values, says):
     with pytest.raises(InputError) as error:
         run(**values)

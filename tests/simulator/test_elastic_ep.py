@@ -17,6 +17,8 @@ from eldr_sim.simulator.setup.expected_step import scaling_facts
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.simulation import Simulation
 
+from ..on_each import on_each
+
 ELASTIC = RunConfig(
     trace="reference-moe", topology="1C", policy="jsq", data_parallel_size=8,
     enable_expert_parallel=True, enable_elastic_ep=True, min_workers="4", request_rate=60,
@@ -184,8 +186,8 @@ def test_an_autoscaler_counts_engines():
     assert 0.5 * whole < scaling["gpu_hours"] < whole
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@on_each(
+    "changes, said",
     [
         ({"data_parallel_size": 1}, "enable_elastic_ep"),
         ({"topology": "2C"}, "enable_elastic_ep"),

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies.base import Needs
@@ -196,7 +196,6 @@ def run_and_read_signatures(arguments, told=None):
 PAIRS = st.sampled_from([(1, 1), (2, 1), (3, 3)])
 
 
-@settings(max_examples=60)
 @given(**RANDOM_CLUSTER | {"topology": PAIRS, "prefix": st.sampled_from([2, 4, 16])})
 def test_signatures_equal_those_of_cold_prefills(**drawn):
     """A cached block brings the rows of the prompt that was computed into it."""

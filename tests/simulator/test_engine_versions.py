@@ -13,6 +13,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 ROWS = list(csv.DictReader((ROOT / "validation/published/rows/memory.csv").open()))
@@ -32,7 +33,7 @@ def capacity_gib(row, engine):
     return blocks * config.engine.block_size * layout.kv_bytes_per_token(model) / 2**30
 
 
-@pytest.mark.parametrize("row", ROWS[:10], ids=lambda row: f"{row['model']}-{row['gpus']}")
+@on_each("row", ROWS[:10])
 def test_kv_capacity_is_what_vllm_019_logged(row):
     """Ten launches on H100 (llm-d-planner): within 4%, none of them fitted."""
     assert capacity_gib(row, row["engine"]) == pytest.approx(float(row["kv_gib"]), rel=0.04)
@@ -51,8 +52,8 @@ def fields(**given):
     return make_config({"topology": "1C", "model": "Llama-3.1-8B"} | given)
 
 
-@pytest.mark.parametrize(
-    ("engine", "expected"),
+@on_each(
+    "engine, expected",
     [
         ("vllm", {"async_scheduling": True, "host_gap_ms": None}),
         ("vllm==0.33", {"async_scheduling": True}),
@@ -111,8 +112,8 @@ def test_an_engine_without_a_version_is_the_newest_but_for_padding(engine):
     assert same == (not engine.startswith("vllm"))
 
 
-@pytest.mark.parametrize(
-    ("given", "padding"),
+@on_each(
+    "given, padding",
     [
         ({"engine": "vllm"}, ("none", "none")),
         ({"engine": "sglang==0.5.9"}, ("none", "none")),
@@ -126,7 +127,6 @@ def test_an_engine_without_a_version_is_the_newest_but_for_padding(engine):
         ({"engine": "vllm==0.33", "decode": {"data_parallel_size": 2}}, ("dense", "none")),
         ({"engine": "vllm==0.33", "data_parallel_size": 2}, ("none", "none")),
     ],
-    ids=str,
 )
 def test_graphs_are_padded_as_the_version_of_each_pool_does(given, padding):
     """Engines that share experts are not padded, whatever their version, and not refused for it."""

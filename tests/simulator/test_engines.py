@@ -27,6 +27,7 @@ from eldr_sim.simulator.setup.config.engine_rules import EngineRules, rules_of
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
 
+from ..on_each import on_each
 from .test_engine_by_hand import by_hand
 
 STEP_S, TOKEN_S, CHUNK_STEP_S = 1.0, 0.03125, 0.25
@@ -227,9 +228,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("engine", ["sglang", "trtllm"])
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_an_engine_equals_its_twin(one_engine, engine, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -330,8 +329,8 @@ def test_defaults_are_the_engines():
     assert share == pytest.approx(1 - 13440 / 143771, abs=0.01)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
-@pytest.mark.parametrize("change", [{"engine": "sglang"}, {"engine": "trtllm"}, {"gpu": "B200"}])
+@on_each("engine", ["vllm", "sglang", "trtllm"])
+@on_each("change", [{"engine": "sglang"}, {"engine": "trtllm"}, {"gpu": "B200"}])
 def test_a_change_of_the_engine_brings_its_defaults(engine, change):
     """Of its share of the memory and its blocks, unless others were asked for."""
     for explicit_fields in ({}, {"gpu_memory_utilization": 0.5, "block_size": 64}):
@@ -421,12 +420,10 @@ def test_what_is_taken_for_something_else_is_said(tmp_path):
     assert make_config({"extra_llm_api_options": str(file)}).steps.enforce_eager
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"gpu": "H200"}, {"engine": "trtllm"}, {"engine": "vllm"}, {"max_num_batched_tokens": 16384},
-     {"gpu": "H200", "tensor_parallel_size": 8, "data_parallel_size": 8}],
-)  # fmt: skip
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@on_each("changes", [{"gpu": "H200"}, {"engine": "trtllm"}, {"engine": "vllm"},
+     {"max_num_batched_tokens": 16384},
+     {"gpu": "H200", "tensor_parallel_size": 8, "data_parallel_size": 8}])  # fmt: skip
+@on_each("engine", ["vllm", "sglang", "trtllm"])
 def test_other_fields_bring_their_own_defaults(engine, changes):
     """Plans, what-ifs and Python change a run's GPU, engine and sizes."""
     changed = make_config({"engine": engine}).replace(**changes)
@@ -483,9 +480,7 @@ DEEPEP = "--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep"
 SPREAD = {"data_parallel_size": 8, "enable_expert_parallel": True}
 
 
-@pytest.mark.parametrize(
-    ("line", "more", "wanted"),
-    [
+@on_each("line, more, wanted", [
         (f"{DEEPEP} --deepep-mode low_latency", {}, SPREAD | {"all2all_backend": "deepep_ll"}),
         (f"{DEEPEP} --deepep-mode normal", {}, SPREAD | {"all2all_backend": "deepep_ht"}),
         (DEEPEP, {"topology": "2C"}, SPREAD | {"all2all_backend": "deepep_ll"}),
@@ -496,14 +491,13 @@ SPREAD = {"data_parallel_size": 8, "enable_expert_parallel": True}
         ("--tp 2 --enable-hier --hicache-size 30 --hicache-write-policy write_back", {},
          {"tensor_parallel_size": 2, "kv_tier": ("host:60GB,load=50GB/s,write=back",)}),
         ("--cpu-offload-gb 0 --attn-cp-size 1 --hicache-ratio 2", {}, {}),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_changes_the_answer_is_a_field(line, more, wanted):
     assert fields_of(line, **more) == wanted
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
+@on_each(
+    "line, wanted",
     [
         ("--kv-offloading-size 40", {"kv_tier": ("host:40GiB,load=50GB/s",)}),
         ("--disable-prefix-caching", {"enable_prefix_caching": False}),
@@ -537,8 +531,8 @@ def test_the_lists_of_options_name_what_is_mapped():
     assert not launch_options.EARLIER & launch_options.OPTIONS["vllm"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "line", "allowed"),
+@on_each(
+    "engine, line, allowed",
     [
         ("vllm", "--enable-lora --lora-modules a=b", "without LoRA"),
         ("sglang", "--lora-paths a b", "without LoRA"),
@@ -583,8 +577,8 @@ def test_abbreviations_of_drafts_are_those_of_the_whole_option():
     assert short == whole != {}
 
 
-@pytest.mark.parametrize(
-    ("engine", "line", "message"),
+@on_each(
+    "engine, line, message",
     [
         ("sglang", "--tp 8 --moe-a2a-backend deepep", "one engine of attention"),
         ("sglang", DEEPEP.replace("deepep", "mooncake"), "--moe-a2a-backend mooncake"),
@@ -677,8 +671,8 @@ def test_the_first_token_is_generated_wherever_it_is(engine):
     )
 
 
-@pytest.mark.parametrize("run", ["vllm", "sglang", "trtllm"])
-@pytest.mark.parametrize("own", ["vllm", "sglang", "trtllm"])
+@on_each("run", ["vllm", "sglang", "trtllm"])
+@on_each("own", ["vllm", "sglang", "trtllm"])
 def test_a_pool_of_another_engine_has_the_kv_blocks_of_that_engine(run, own):
     """In blocks of one size: what the engine would have if all of the run were it."""
 

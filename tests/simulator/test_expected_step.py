@@ -8,6 +8,8 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.expected_step import ExpectedStep, activated
 from eldr_sim.simulator.setup.prepare import prepare
 
+from ..on_each import on_each
+
 PROMPT, OUTPUT = 64, 48
 CELLS = [
     ("allgather_reducescatter", 4, 4, {}),
@@ -46,7 +48,7 @@ def work_of(config, prepared, role="decode"):
     )
 
 
-@pytest.mark.parametrize(("backend", "engines", "batch", "fields"), CELLS)
+@on_each("backend, engines, batch, fields", CELLS)
 def test_steps_are_estimated_within_5_percent(backend, engines, batch, fields):
     """All engines decode equal batches: exact steps of a run against the step on mean work."""
     total = engines * batch

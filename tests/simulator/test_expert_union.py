@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.policies.placement.base import Placement
@@ -36,7 +36,6 @@ SHAPE = {
 }
 
 
-@settings(max_examples=150)
 @given(n=st.integers(0, 30), **SHAPE)
 def test_union_of_rows(seed, n_layers, n_experts, n):
     """INV-9."""
@@ -54,7 +53,6 @@ def test_union_of_rows(seed, n_layers, n_experts, n):
 # -- counts ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
 @given(n_ranks=st.integers(1, 4), trace_layers=st.integers(1, 5), **SHAPE)
 def test_counts_by_layer_and_rank(seed, n_layers, n_experts, n_ranks, trace_layers):
     rng = np.random.default_rng(seed)
@@ -104,7 +102,6 @@ def random_prompts(rng, trace_layers, n_experts, block_tokens):
     )
 
 
-@settings(max_examples=200)
 @given(
     trace_layers=st.integers(1, 5),
     block_tokens=st.sampled_from([0, 1, 4, 7]),
@@ -145,7 +142,6 @@ def test_layers_beyond_the_trace_take_other_tokens():
     assert expert_set(union, 3) == {(0, 5), (0, 0), (1, 1), (1, 2), (2, 3), (2, 4)}
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     n_layers=st.integers(1, 3),
@@ -181,7 +177,6 @@ def trace():
     return open_trace("reference-moe")
 
 
-@settings(max_examples=50)
 @given(request=st.integers(0, 5), start=st.integers(0, 500), n=st.integers(1, 300))
 def test_prompts_of_a_trace_token_by_token(trace, request, start, n):
     """Layers of the trace are the model's own; token p replays prompt row p mod prompt_len."""

@@ -19,6 +19,8 @@ from eldr_sim.simulator.setup.config.fault_spellings import (
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 from eldr_sim.simulator.setup.fault_plan import Fault
 
+from ..on_each import on_each
+
 
 @pytest.mark.parametrize(
     ("text", "fault"),
@@ -36,7 +38,7 @@ def test_a_fault_is_said_as_it_is_spelled():
     assert str(parse_fail("decode:3@60s+30s")) == "fail decode:3 @60s+30s"
 
 
-@pytest.mark.parametrize(
+@on_each(
     "text",
     ["decode3@60", "decode:3", "decode:-1@2", "decode:1@x", "decode:1@1e99", 7, {"a": 1}, [3]],
 )
@@ -77,8 +79,8 @@ def test_a_file_of_events(tmp_path):
     check_fits(faults, {"prefill": 3, "decode": 5}, True)
 
 
-@pytest.mark.parametrize(
-    ("event", "said"),
+@on_each(
+    "event, said",
     [
         ("fail", "mapping"),
         ({"at_s": 1}, "not one of them"),

@@ -32,6 +32,7 @@ from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
+from ..on_each import on_each
 from ..properties import examples
 from ..random_rows import random_prompts
 from .random_clusters import (
@@ -272,7 +273,7 @@ def free_all_to_all():
     return AllToAllCost(1.0, 1.0, *[knots, nothing] * 4)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@on_each("seed", range(8))
 def test_one_busy_engine_steps_as_if_alone(seed):
     """All experts on rank 0, a free all-to-all, one request at a time: the plain engine's bytes."""
     arguments = grouped_cluster(
@@ -433,7 +434,6 @@ def compiled_totals(counting):
     settle_totals(counting)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     choice=st.sampled_from(sorted(REPLICA_CHOICES)),
     seed=st.integers(0, 2**32),

@@ -11,6 +11,8 @@ from eldr_sim.simulator.setup.config import pools
 from eldr_sim.simulator.setup.config.groups import GROUPS
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 BASE = {
     "topology": "1P1D", "trace": "reference-moe", "output_len": 4, "request_rate": 20,
     "policy": "jsq", "num_requests": 10,
@@ -26,8 +28,8 @@ BESIDE = {
 NUMBERS = sorted({name for group in GROUPS.values() for name in pools._numeric(group)})
 
 
-@pytest.mark.parametrize("value", [1e308, 10**15, 10**40], ids=str)
-@pytest.mark.parametrize("name", NUMBERS)
+@on_each("value", [1e308, 10**15, 10**40])
+@on_each("name", NUMBERS)
 def test_a_huge_number_is_refused_or_its_figures_are_finite(name, value):
     values = BASE | BESIDE.get(name, {}) | {name: value}
     with warnings.catch_warnings():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.simulator.plane import state
@@ -197,7 +197,6 @@ def assert_same_state(cache, slow):
     assert not cache.kv.hash_slots[[0, 2]].any()
 
 
-@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     n_blocks=st.integers(1, 20),

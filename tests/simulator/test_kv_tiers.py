@@ -18,6 +18,7 @@ from eldr_sim.traces.requests.caches.session_lists import GHOSTS
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
 from ..arc import Arc
+from ..on_each import on_each
 from ..session_cache import SessionCache
 
 BLOCK, BYTES = 4, 8  # tokens of a block, bytes of its KV cache: two a token
@@ -292,8 +293,8 @@ class Twin:
         return n * BLOCK, (more - n) * BLOCK
 
 
-@pytest.mark.parametrize("evict", ["lru", "fifo", "arc", "session"])
-@pytest.mark.parametrize("seed", range(3))
+@on_each("evict", ["lru", "fifo", "arc", "session"])
+@on_each("seed", range(3))
 def test_a_twin_finds_the_same(make_workload, run, seed, evict):
     work = tree(make_workload, 300, 10 + seed, FOREVER, deep=5)
     record, _ = run(work, [tier(30, evict=evict)], n_blocks=16)
@@ -329,9 +330,9 @@ def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
     assert record.tiers.hits[1, 0] == 100 // 16 * BLOCK  # stored by then, 16 s each
 
 
-@pytest.mark.parametrize("evict", ["lru", "arc", "session"])
-@pytest.mark.parametrize("scope", ["worker", "node", "cluster"])
-@pytest.mark.parametrize("n", [1, 2])
+@on_each("evict", ["lru", "arc", "session"])
+@on_each("scope", ["worker", "node", "cluster"])
+@on_each("n", [1, 2])
 def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run, scope, n, evict):
     work = chain(make_workload, [0.0, 100.0], [9, 9])
 
@@ -503,14 +504,12 @@ def test_nothing_is_left_of_a_pull_that_is_cut(turns, what, while_s):
     assert two["cached_tokens"] == {"decode": 8, "prefill": 16}[what]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["host", "host:1GB", "host:1GB,load=1GB", "host:1GB/s,load=1GB/s", "host:1GB,load=0GB/s",
+@on_each("text", ["host", "host:1GB", "host:1GB,load=1GB", "host:1GB/s,load=1GB/s",
+     "host:1GB,load=0GB/s",
      "host:1GB,load=1GB/s,write=never", "host:1GB,load=1GB/s,color=red", "H:1GB,load=1GB/s",
      "host:1GB,load=1GB/s,exclusive=yes", "host:1GB,load=1GB/s,evict=mru",
      "host:1GB,load=1GB/s,exclusive=yes,write=back,evict=arc", "host:1GB,load=1GB/s,load=2GB/s",
-     "host:1GB,load=1GB/s,write=back,evict=session"],
-)  # fmt: skip
+     "host:1GB,load=1GB/s,write=back,evict=session"])  # fmt: skip
 def test_bad_spellings_are_refused(text):
     with pytest.raises(InputError) as refused:
         parse_tier(text)

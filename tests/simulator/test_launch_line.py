@@ -7,6 +7,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 MODEL = "Qwen/Qwen3-30B-A3B"
 NAME = "Qwen3-30B-A3B"
 
@@ -43,7 +45,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "engine", "version"), PROGRAMS)
+@on_each("line, engine, version", PROGRAMS)
 def test_the_program_says_the_engine(line, engine, version):
     """Another engine's line was read as vLLM's, and its options were left out."""
     config, told = read(line)
@@ -53,8 +55,8 @@ def test_the_program_says_the_engine(line, engine, version):
     assert "ignored" not in told
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
+@on_each(
+    "line, said",
     [
         ("ollama run qwen3", "'ollama' starts no engine"),
         (f"lmdeploy serve api_server {MODEL} --tp 2", "'lmdeploy' starts no engine"),
@@ -98,8 +100,8 @@ def test_the_environment_is_part_of_the_line():
     assert (config.steps.moe_dp_chunk_size, told) == (512, "")
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "value"),
+@on_each(
+    "options, field, value",
     [
         ("--max-model-len 32k", "max_model_len", 32_000),
         ("--max-model-len 32K", "max_model_len", 32_768),

@@ -6,11 +6,13 @@ from fractions import Fraction
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.simulator.plane import network, state
 from eldr_sim.simulator.setup.transfer import PRESETS, TransferModel
+
+from ..on_each import on_each
 
 NODES = 5
 
@@ -69,7 +71,6 @@ def water_filling(flows, egress, ingress):
     return [float(x) for x in level]
 
 
-@settings(max_examples=200)
 @given(flows=flow_lists, egress=st.integers(1, 20), ingress=st.integers(1, 20))
 def test_every_flow_has_a_bottleneck(flows, egress, ingress):
     """INV-7: Max-min fair is: feasible, and every flow is largest on some full link it crosses."""
@@ -90,7 +91,6 @@ def test_every_flow_has_a_bottleneck(flows, egress, ingress):
     assert bottlenecked == set(range(len(flows)))
 
 
-@settings(max_examples=200)
 @given(flows=flow_lists, egress=st.integers(1, 20), ingress=st.integers(1, 20))
 def test_rates_equal_water_filling(flows, egress, ingress):
     expected = water_filling(flows, egress, ingress)
@@ -235,7 +235,6 @@ def fluid_ends(transfers, model):
 SPEEDS = st.sampled_from([(50.0, None), (50.0, 20.0), (20.0, 50.0)])
 
 
-@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 25),
@@ -259,7 +258,6 @@ def test_transfers_equal_fluids(seed, n, gap_s, speeds):
                 assert sum(transfers[i][3] for i in mine) <= bandwidth * seconds * (1 + 1e-7)
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 25), speeds=SPEEDS)
 def test_rates_of_what_shares_nothing_with_a_change_are_still_right(seed, n, speeds):
     """Only the links that a chain of transfers connects with a change are shared anew."""
@@ -275,8 +273,8 @@ def test_rates_of_what_shares_nothing_with_a_change_are_still_right(seed, n, spe
     ends_of(random_transfers(rng, n, 0.3, NODES), model, watch=watch)
 
 
-@pytest.mark.parametrize("start_at", [0.0, 1e4, 1e7, 3e9])
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@on_each("start_at", [0.0, 1e4, 1e7, 3e9])
+@on_each("preset", sorted(PRESETS))
 def test_transfers_end_however_late_it_is(preset, start_at):
     """At 3e9 s two neighbouring floats are 0.5 us apart: still no transfer hangs."""
     rng = np.random.default_rng(7)

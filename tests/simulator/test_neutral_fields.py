@@ -11,6 +11,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from .test_neutral_values import BASE, SGLANG, _outcome
 
 TRTLLM = {"engine": "trtllm"}
@@ -103,7 +104,7 @@ def test_neutral_values_together_change_nothing(beside, neutral):
         pytest.fail(f"changes a result: {alone or 'none alone'}")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@on_each("name", REFUSED)
 def test_settings_of_what_is_not_there_are_refused(name):
     with pytest.raises(InputError) as refused:
         simulate(make_config(BASE | {name: REFUSED[name]}))

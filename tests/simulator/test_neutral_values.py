@@ -2,10 +2,10 @@
 
 import json
 
-import pytest
-
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
+
+from ..on_each import on_each
 
 BASE = {
     "trace": "reference-moe", "topology": "1P2D", "policy": "jsq", "num_requests": 40,
@@ -52,7 +52,7 @@ def _outcome(fields):
     return result.requests, result.steps, json.dumps(figures, sort_keys=True)
 
 
-@pytest.mark.parametrize(("beside", "neutral"), NEUTRAL, ids=str)
+@on_each("beside, neutral", NEUTRAL)
 def test_a_neutral_value_changes_nothing(beside, neutral):
     """INV-11."""
     requests, *rest = _outcome(beside)

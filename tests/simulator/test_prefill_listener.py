@@ -59,7 +59,6 @@ class Mirror(RouterPolicy):
             assert told == found
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     topology=st.sampled_from([(1, 0), (3, 0), (2, 2)]),

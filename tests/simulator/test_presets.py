@@ -10,11 +10,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
 from eldr_sim.traces.requests.load_shapes import load_shape
 
+from ..on_each import on_each
+
 EVERY = [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
 EVERY += [f"{name}+warm-up" for name in EVERY if PRESETS[name.partition(":")[0]].warm_up]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@on_each("name", EVERY)
 def test_a_printed_preset_is_the_preset(name, tmp_path):
     printed = CliRunner().invoke(cli, ["presets", name])
     assert printed.exit_code == 0

@@ -15,6 +15,8 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.simulation import Simulation
 
+from ..on_each import on_each
+
 SESSIONS = {
     "trace": "reference-moe", "workload": "agent", "sessions": 6, "request_rate": 50,
     "think_time": "0.2", "tool_time": "0", "turns": "3", "num_gpu_blocks_override": 60,
@@ -32,8 +34,8 @@ class Holder(RouterPolicy):
 """
 
 
-@pytest.mark.parametrize("kv_signal", ["exact", "approx:ttl=1,tokens=100,routers=1"])
-@pytest.mark.parametrize("policy", ["llmd", "dynamo_kv", "cache_aware", "saturation"])
+@on_each("kv_signal", ["exact", "approx:ttl=1,tokens=100,routers=1"])
+@on_each("policy", ["llmd", "dynamo_kv", "cache_aware", "saturation"])
 def test_small_caches_with_signals_end(policy, kv_signal):
     """Engines note what happens to their blocks where somebody reads it, and only there: notes that
     nobody read filled their room, and the loop waited for ever for more."""

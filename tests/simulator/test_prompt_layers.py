@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -17,6 +17,8 @@ from eldr_sim.simulator.setup import streaming as prompt_layout
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.streaming import PromptLayout, make_prompt_layers
+
+from ..on_each import on_each
 
 BASE = {
     "topology": "1P",
@@ -89,7 +91,6 @@ def test_experts_gathered_as_they_are_needed_take_their_share_of_a_layer(tmp_pat
         assert layers * model.n_experts * (1 - 1e-9) <= active - model.top_k
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     n_stages=st.integers(1, 5),
     steps=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=30),
@@ -163,8 +164,8 @@ def test_without_a_kv_cache_prompts_are_computed_whole_or_refused():
     assert (requests["outcome"][~done] == requests["outcome"][~done][0]).all()
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
+@on_each(
+    "fields, field",
     [
         ({"expert_gather": "collective"}, "expert_gather"),
         ({**SHARED, "offload_window": 3}, "offload_window"),
@@ -184,8 +185,8 @@ def test_refusals(fields, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "fits"),
+@on_each(
+    "model, fields, fits",
     [
         # The paper's cells (MoE-Prefill Sec. 8.5) on 80 GB: FP8 needs 4 GPUs, BF16 8.
         ("Qwen3-235B-A22B-FP8", {"data_parallel_size": 2}, False),

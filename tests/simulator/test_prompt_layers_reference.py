@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -87,7 +87,6 @@ def run_pair(arguments, prefill="least_loaded"):
     return cluster_of(**arguments, **policies()).run(), reference, reference.run()
 
 
-@settings(max_examples=80)
 @given(prefill=st.sampled_from(["least_loaded", "round_robin", "holds"]), **LAYERED)
 def test_layers_that_stream_or_lie_in_stages_are_equal(prefill, **drawn):
     record, _, other = run_pair(layered_cluster(**drawn), prefill=prefill)

@@ -176,7 +176,6 @@ def sorted_anew(arrivals, prompts, queue_keys, aging_s):
     return starts
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 80),

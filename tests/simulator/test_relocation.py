@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -261,7 +261,6 @@ def random_placement(rng, layers, n_experts, redundant, ranks):
     return Placement(expert, rng.integers(ranks, size=expert.shape), ranks)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     ranks=st.sampled_from([1, 2, 4, 8]),

@@ -1,9 +1,9 @@
 """Choices of replicas in Python: compiled ones are equal to their numpy twins through that path."""
 
-import pytest
-
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
+
+from ..on_each import on_each
 
 TWINS = {
     "hash": "HashedPosition", "source": "NearSource", "even": "EvenSplit",
@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "word"), CASES)
+@on_each("place, word", CASES)
 def test_a_compiled_choice_is_its_numpy_twin(tmp_path, place, word):
     file, (backend, values) = tmp_path / "twins.py", PLACES[place]
     file.write_text(

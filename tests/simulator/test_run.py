@@ -9,6 +9,7 @@ from eldr_sim.policies.registry import names
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from ..step_times import fixed_s
 
 BASE = {"topology": "2P4D", "duration": 10, "warmup": 3, "output_len": 128, "request_rate": 40}
@@ -18,7 +19,7 @@ def run(**values):
     return simulate(make_config(BASE | values))
 
 
-@pytest.mark.parametrize("policy", names("decode"))
+@on_each("policy", names("decode"))
 def test_every_policy_serves_the_same_requests(policy):
     reference = run().requests.to_pandas()
     result = run(policy=policy)

@@ -14,6 +14,8 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
+
 GROUP = {
     "topology": "1P2D",
     "data_parallel_size": 4,
@@ -292,8 +294,8 @@ def test_colocated_engines_share_experts():
     assert result.summary["topology"].startswith("2 co-located workers of 4 engines")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
+@on_each(
+    "values, message",
     [
         (
             {"enable_expert_parallel": False, "all2all_backend": "pplx"},

@@ -17,6 +17,7 @@ from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulat
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.transfer import Pull, TransferModel, pull_between
 
+from ..on_each import on_each
 from ..step_times import fixed_s
 
 LARGE = {
@@ -139,8 +140,8 @@ def test_masks_of_eldr_differ_between_workers():
     assert (np.unpackbits(masks.view(np.uint8), axis=2).sum(axis=2) == 94 * 32).all()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
+@on_each(
+    "values, message",
     [
         (
             {"expert_placement": "eldr", "policy": "jsq"},
@@ -227,9 +228,9 @@ def held_heads(rank, size, heads):
     return {rank * heads // size}
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("receivers", [1, 2, 4, 8])
-@pytest.mark.parametrize("senders", [1, 2, 4, 8])
+@on_each("heads", [1, 2, 4, 8])
+@on_each("receivers", [1, 2, 4, 8])
+@on_each("senders", [1, 2, 4, 8])
 def test_who_pulls_from_whom(senders, receivers, heads):
     """Head by head: a GPU asks one holder of each of its heads, its own counterpart if it can."""
     asked = []

@@ -16,6 +16,8 @@ from eldr_sim.traces.requests.request_columns import make_requests
 from eldr_sim.traces.requests.session_shape import session_shape
 from eldr_sim.traces.routing.format import open_trace
 
+from ..on_each import on_each
+
 CHAT = {
     "trace": "reference-moe", "workload": "chat", "sessions": 20, "topology": "2C", "policy": "jsq",
     "turns": "4", "think_time": "exponential:2", "new_tokens": "90", "output_len": 40,
@@ -295,8 +297,8 @@ def test_histories_break_the_chain(history, kept):
             assert same == len(one)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
+@on_each(
+    "changes, field",
     [
         ({"turns": "lognormal:4"}, "turns"),
         ({"turns": "0"}, "turns"),

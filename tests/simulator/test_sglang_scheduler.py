@@ -22,6 +22,7 @@ import pytest
 
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
+from ..on_each import on_each
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
 
 __all__ = ["one_engine"]
@@ -63,7 +64,7 @@ def recorded():
     return json.loads((_HERE / "sglang_steps.json").read_text())
 
 
-@pytest.mark.parametrize("seed", range(_N_CASES))
+@on_each("seed", range(_N_CASES))
 def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, seed):
     given, theirs = case(seed), recorded[seed]
     told = options(

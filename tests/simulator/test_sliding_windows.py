@@ -10,12 +10,14 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, kv_blocks, window_blocks
 from eldr_sim.simulator.setup.prepare import prepare
 
+from ..on_each import on_each
+
 SIZE = 16
 SLIDING = ["GPT-OSS-20B", "GPT-OSS-120B", "Llama-4-Scout"]
 
 
-@pytest.mark.parametrize("name", SLIDING)
-@pytest.mark.parametrize("tokens", [1, 100, 129, 5000, 60000])
+@on_each("name", SLIDING)
+@on_each("tokens", [1, 100, 129, 5000, 60000])
 def test_blocks_hold_what_the_layers_keep(name, tokens):
     """Against the bytes of each layer: the full context, or the window, in whole blocks."""
     model = load_model(name)

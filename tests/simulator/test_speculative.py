@@ -9,6 +9,8 @@ from eldr_sim.simulator.run import simulate, simulate_summary
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
+from ..on_each import on_each
+
 RUN = {
     "trace": "reference-moe", "topology": "2C", "num_requests": 60, "request_rate": "inf",
     "output_len": 60, "input_len": 100,
@@ -290,8 +292,8 @@ def test_a_dense_model_drafts():
 # -- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@on_each(
+    "fields, message",
     [
         (drafts(), "no published acceptance rates of mtp for Qwen3-30B-A3B"),
         (drafts(acceptance="best"), "unknown acceptance 'best'"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
@@ -11,7 +11,6 @@ from .random_clusters import LONGEST, random_cost
 from .slow_step_cost import step_seconds
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32), batch=st.integers(0, 8), n_chunks=st.integers(0, 4),
     own_experts=st.booleans(), launches=st.booleans(),

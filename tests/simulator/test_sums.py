@@ -8,9 +8,11 @@ import pytest
 from eldr_sim.simulator.control.record import within
 from eldr_sim.simulator.outcome.sums import exact_sum, weighted_percentile
 
+from ..on_each import on_each
 
-@pytest.mark.parametrize("n", [0, 1, 5000, 2**16, 2**17 + 77])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 250.0])
+
+@on_each("n", [0, 1, 5000, 2**16, 2**17 + 77])
+@on_each("spread", [0.0, 1.0, 30.0, 250.0])
 def test_sums_are_those_of_fsum(n, spread):
     rng = np.random.default_rng(n + int(spread))
     values = rng.normal(size=n) * np.exp(spread * rng.normal(size=n).clip(-2.5, 2.5))

@@ -1,7 +1,7 @@
 """Blocks of 64 tokens against walking from token to token."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.jit import njit
@@ -67,7 +67,6 @@ def test_instances_take_turns(seed, n):
         assert np.flatnonzero(bits(split[j, None])[0]).tolist() == taking[j::n].tolist()
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), by_turn=st.booleans())
 def test_instances_share_their_tokens(seed, by_turn):
     rng, experts, most = np.random.default_rng(seed), 100, 5

@@ -14,6 +14,7 @@ from eldr_sim.simulator.setup.config.pools import MOST_POOLS
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.simulation import Simulation
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 BASE = {
@@ -127,9 +128,7 @@ def test_processes_name_pools_as_the_file_does():
         sim.cluster.pool("decode")
 
 
-@pytest.mark.parametrize(
-    ("pools", "said"),
-    [
+@on_each("pools, said", [
         ({}, "topology: 0 pools"),
         ({"a": {}}, "topology.a.workers: not given"),
         ({"a": {"workers": 0}}, "topology.a.workers: 0: "),
@@ -148,8 +147,7 @@ def test_processes_name_pools_as_the_file_does():
             "topology.a.then: a part of what another pool hands over to",
         ),
         ({"a": {"workers": 1, "then": "none"}, "b": {"workers": 1}}, "some requests would end"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_bad_file_is_an_input_error(pools, said):
     with pytest.raises(InputError, match=said):
         make_config({"topology": pools})

@@ -18,6 +18,7 @@ from eldr_sim.simulator.reference import worker
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
 from . import fake_vllm
 
 RUN = {
@@ -78,7 +79,7 @@ def assert_equal(config):
     assert found.summary["completed"] == expected.summary["completed"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@on_each("name", CASES)
 def test_what_stands_around_the_scheduler_equals_the_compiled_engine(stand_in, name):
     config = make_config(RUN | {"enable_prefix_caching": False} | CASES[name])
     assert_equal(config)

@@ -16,6 +16,8 @@ import pytest
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
 
+from ..on_each import on_each
+
 _HERE = Path(__file__).parent
 _FREE, _SIZE = 20 * 2**30, 16
 
@@ -53,7 +55,7 @@ def recorded():
         return {row["model"]: row for row in csv.DictReader(lines)}
 
 
-@pytest.mark.parametrize("model", compared(), ids=lambda model: model.name)
+@on_each("model", compared())
 def test_our_capacity_equals_vllms(model):
     row = recorded()[model.name]
     assert our_tokens(model, hybrid=True) == int(row["hybrid_tokens"])

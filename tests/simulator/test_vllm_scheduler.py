@@ -24,6 +24,7 @@ from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
+from ..on_each import on_each
 from .test_engine_by_hand import by_hand
 
 _HERE = Path(__file__).parent
@@ -242,7 +243,7 @@ def recorded():
     return json.loads((_HERE / "vllm_steps.json").read_text())
 
 
-@pytest.mark.parametrize("number", range(_N_RECORDED))
+@on_each("number", range(_N_RECORDED))
 def test_our_engine_equals_vllms_scheduler_step_by_step(ours, recorded, number):
     feature, seed = loads(_N_RECORDED, list(FEATURES))[number]
     steps, requests = told(ours(case(feature, seed)))

@@ -15,6 +15,8 @@ from eldr_sim.traces.routing.bitsets import pack_bits
 from eldr_sim.traces.routing.format import bit_sets
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
+
 
 def unpack(words):
     return {64 * w + b for w, word in enumerate(words.tolist()) for b in range(64) if word >> b & 1}
@@ -137,7 +139,7 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+@on_each("forge", FORGERIES.values())
 def test_forged_file_is_built_anew(trace, forge):
     want = np.array(bit_sets(trace))
     data = cached(trace).read_bytes()

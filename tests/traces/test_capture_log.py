@@ -27,6 +27,8 @@ from eldr_sim.traces.routing.capture.step_log import (
 from eldr_sim.traces.routing.capture.vllm_engine import failure, from_routed_experts
 from eldr_sim.traces.routing.format import open_trace
 
+from ..on_each import on_each
+
 LAYERS, E, K = [1, 2, 5], 300, 4
 
 
@@ -262,8 +264,8 @@ def test_prompts_are_read(tmp_path):
     assert [p.content for p in prompts] == [row["prompt"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
+@on_each(
+    "text, problem",
     [
         ("", "holds no prompt"),
         ("{", r"p\.jsonl:1: is not valid JSON"),

@@ -12,6 +12,8 @@ from eldr_sim.traces.routing.gate_scores import FILE_NAME, GateScores
 from eldr_sim.traces.routing.imports.importers import import_trace
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
+
 N, LAYERS, EXPERTS = 12, 2, 10
 
 
@@ -111,8 +113,8 @@ def put(value):
     return change
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"requests": lambda a: a[::-1].copy()}, "requests are not ascending"),
         ({"requests": lambda a: a + 8}, r"requests are not ascending .*0\.\.11, each once"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz_binary import Tensor, good_dump, pickled
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim import inputs
@@ -57,7 +57,6 @@ def schedules(draw):
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
 def test_sglang_passes_are_dealt_to_requests(schedule):
     """Against a scheduler that knows which request each token is of; ambiguous ones are skipped."""
     lengths, joins, chunk = schedule
@@ -274,7 +273,6 @@ def torch_file(path, data, storages):
     stride=st.lists(st.integers(-6, 12), min_size=3, max_size=3),
     offset=st.integers(-2, 20),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_tensor_reads_its_storage_and_nothing_else(tmp_path_factory, shape, stride, offset):
     tensor = Tensor(shape, "0")
     tensor.stride, tensor.offset, tensor.numel = stride[: len(shape)], offset, 24

@@ -14,6 +14,8 @@ from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.imports.importers import DECODE_ONLY, import_trace
 from eldr_sim.traces.routing.manifest import one_phase
 
+from ..on_each import on_each
+
 ABOUT = {"model": "m", "captured_by": "test", "source_data": "drawn", "tool_versions": {"t": "1"}}
 
 
@@ -75,8 +77,8 @@ def test_import_replaces_only_when_forced(tmp_path):
     import_trace(tmp_path / "a.npz", tmp_path / "t", force=True, **ABOUT)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"topk": None}, "array topk is missing"),
         ({"E": None}, "array E is missing"),
@@ -185,8 +187,8 @@ def test_parquet_of_decodes_only(tmp_path):
     assert trace.manifest.rank_groups is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"position": lambda c: pa.array(np.array(c) + 1)}, "requests begin at different places"),
         ({"position": lambda c: pa.array(np.zeros(len(c), int))}, "breaks its order"),
@@ -243,8 +245,8 @@ def as_base64(folder, name, ids):
     return {name: plain, "n_layers": 2, "top_k": 3}
 
 
-@pytest.mark.parametrize("prompt_apart", [False, True])
-@pytest.mark.parametrize("encode", [as_list, as_npy, as_npz, as_base64_npy, as_base64])
+@on_each("prompt_apart", [False, True])
+@on_each("encode", [as_list, as_npy, as_npz, as_base64_npy, as_base64])
 def test_routed_experts(tmp_path, encode, prompt_apart):
     prompt, output, ids = draw()
     lines, row = [], 0
@@ -267,8 +269,8 @@ def test_routed_experts(tmp_path, encode, prompt_apart):
 ROWS = [[[1, 2]], [[3, 4]]]
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
+@on_each(
+    "entry, message",
     [
         ("{", "is not valid JSON"),
         ({"routed_experts": ROWS}, ":2: no domain"),

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -31,7 +31,6 @@ def made(trace, **arguments):
 
 
 @given(st.integers(1, 10_000), st.floats(0, 0.999), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
 def test_lengths_lie_in_the_range_of_vllm(length, ratio, seed):
     drawn = draw_lengths(length, ratio, 50, seed, "input-length")
     assert drawn.min() >= max(1, math.floor(length * (1 - ratio)))

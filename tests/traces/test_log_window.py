@@ -15,6 +15,8 @@ from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.logs.log_window import choose_part, part_in_words
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
+from ..on_each import on_each
+
 
 def write_log(path, times, prompts=None, outputs=None):
     prompts = np.full(len(times), 100) if prompts is None else prompts
@@ -173,8 +175,8 @@ def test_a_stretched_part_has_the_rate_and_the_warm_up_asked_for(gateway):
     assert window == (0.0, np.inf)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@on_each(
+    "fields, message",
     [
         ({"log_from": "1h"}, "log_from: 3600 s, but gateway.csv ends at 89"),
         ({"log_from": 50, "log_to": 40}, "log_to: 40 s is not after 50 s"),

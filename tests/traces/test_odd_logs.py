@@ -16,6 +16,7 @@ from eldr_sim.traces.requests.logs.formats import known_formats
 from eldr_sim.traces.requests.logs.log_header import header_in_words
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
+from ..on_each import on_each
 from .odd_logs import odd_log
 
 
@@ -79,7 +80,7 @@ def test_a_strangers_file_gives_the_right_load_or_one_refusal(cases, seed, tmp_p
     assert read > 0.4 * cases
 
 
-@pytest.mark.parametrize("known", known_formats(), ids=lambda known: known.name)
+@on_each("known", known_formats())
 def test_the_example_of_a_format_is_read_or_refused_by_name(known, tmp_path):
     path = tmp_path / "example"
     path.write_text(known.example)
@@ -224,7 +225,7 @@ MISLEADING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISLEADING)
+@on_each("name", MISLEADING)
 def test_a_refusal_does_not_lead_to_a_wrong_load(name, tmp_path):
     text, said, unsaid = MISLEADING[name]
     file = tmp_path / "log.csv"
@@ -298,8 +299,8 @@ _NAMED = {"genai-perf": {"genai-perf", "aiperf"}, "prompts": {"genai-perf", "aip
           "throughput": {"vllm"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-@pytest.mark.parametrize("name", OTHERS)
+@on_each("suffix", ["json", "jsonl"])
+@on_each("name", OTHERS)
 def test_a_refusal_names_no_other_format(name, suffix, tmp_path):
     """A file is refused by its own name, or as unknown, never as a bad file of another tool."""
     lines = 1 if suffix == "json" or name in _NAMED else 2

@@ -20,6 +20,7 @@ from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
 from studies.presets_beside_recordings import OUT as BESIDE
 from studies.presets_beside_recordings import PRESET_OF, figures
 
+from ..on_each import on_each
 from ..paths import SHARED
 
 ROUTING = SHARED / "data" / "routing"
@@ -107,7 +108,7 @@ def test_what_routing_rests_on_is_said(changes, model, want):
     assert rests_on(manifest, model).startswith(want)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@on_each("name", PRESETS)
 def test_a_drawn_result_says_in_two_lines_what_docs_promise(name):
     """Prompts and answers by one process, and the tokens that were recorded, if of this model."""
     model = preset_model(name)

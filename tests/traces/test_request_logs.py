@@ -10,6 +10,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks, known_log, read_request_log
 
+from ..on_each import on_each
 from ..paths import SHARED
 
 REQUESTS = SHARED / "data" / "requests"
@@ -144,8 +145,8 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n"
 MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@on_each(
+    "text, message",
     [
         ("", "unknown format, first line ''"),
         ("a,b,c\n1,2,3\n", "unknown format.*a, b, c.*trace formats"),
@@ -381,8 +382,8 @@ def test_columns_of_any_table(tmp_path):
             assert log.priority.tolist() == [1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "columns", "message"),
+@on_each(
+    "text, columns, message",
     [
         ("a,b\n1,2\n", "input=a", "columns: no output"),
         ("a,b\n1,2\n", "input=a,output=c", "has no column 'c'"),
@@ -590,8 +591,8 @@ def test_aiperfs_timestamps_are_arrivals(tmp_path):
     assert log.gaps(1000.0, 100.0).tolist() == [0.0, 0.9005]
 
 
-@pytest.mark.parametrize(
-    ("turns", "said"),
+@on_each(
+    "turns, said",
     [
         ([{"text": "hi"}], "session line 1 has a turn without output_length"),
         ([{"text": "hi", "output_length": 0}], "not as expected"),

@@ -8,6 +8,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.prompt_lengths import FEWEST, MOST, SERVED, served_prompt_lengths
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 
+from ..on_each import on_each
+
 
 def mean_of(domain):
     """Mean of the truncated lognormals of a domain's sets, by quadrature."""
@@ -19,7 +21,7 @@ def mean_of(domain):
     return total / sum(one.prompts for one in SERVED[domain])
 
 
-@pytest.mark.parametrize("domain", [name for mix in DOMAIN_MIXES.values() for name in mix])
+@on_each("domain", [name for mix in DOMAIN_MIXES.values() for name in mix])
 def test_lengths_are_those_of_the_domains_sets(domain):
     lengths = served_prompt_lengths([domain] * 4000, seed=3)
     assert lengths.min() >= FEWEST

@@ -51,6 +51,8 @@ from eldr_sim.traces.routing.synthetic.token_kinds import count_groups, token_ki
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.synthetic_twin import compare_with_twin, prompt_decode_rho
 
+from ..on_each import on_each
+
 
 def model_of(  # one number a term: the standard deviation of its log weights
     *, layers=2, experts=16, top_k=3, domains=("code",), n_kinds=1, n_topics=1, seed=0, **strength
@@ -242,9 +244,7 @@ def reduction(moments, domain, batch=8):
     return 1 - same / mixed
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "base", "statistic"),
-    [
+@on_each("name, values, base, statistic", [
         ("popularity", (0.2, 1.0), {}, lambda m, d: m.load_max_over_mean.mean()),
         ("apart", (0.3, 1.5), {}, reduction),
         ("reuse", (0.0, 1.5), {}, lambda m, d: m.reuse.mean()),
@@ -254,8 +254,7 @@ def reduction(moments, domain, batch=8):
         ("slow", (0.2, 1.0), {}, lambda m, d: np.nanmean(m.self_overlap[0])),
         ("phase", (0.1, 1.0), {},
          lambda m, d: np.abs(m.prompt_share.mean(0) - m.decode_share.mean(0)).sum()),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_term_moves_its_statistic(name, values, base, statistic):
     seen = []
     for value in values:
@@ -580,7 +579,7 @@ def test_domains_have_the_same_names_everywhere(trace, tmp_path, run_cli):
     assert not alike
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@on_each("name", PRESETS)
 def test_presets_have_the_shape_of_their_model(name):
     preset, model = PRESETS[name], load_model(name)
     assert (preset.n_experts, preset.top_k) == (model.n_experts, model.top_k)
@@ -671,8 +670,8 @@ def test_a_twins_requests_differ_as_much_and_in_as_few_directions(tmp_path):
     assert twin.components[4] == pytest.approx(real.components[4], abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@on_each(
+    "arguments, message",
     [
         (["--preset", "GPT-5"], "preset: 'GPT-5' is none"),
         ([], "preset: give --preset or --from"),

@@ -11,9 +11,11 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
 
+from ..on_each import on_each
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-@pytest.mark.parametrize("pools", [{"a": 1, "b": 3}, {"a": 2, "b": 1}, {"a": 4}])
+
+@on_each("batch", [1, 2, 3, 4])
+@on_each("pools", [{"a": 1, "b": 3}, {"a": 2, "b": 1}, {"a": 4}])
 def test_expected_share_against_every_draw(pools, batch):
     shares = dict(zip(pools, (0.25, 0.75) if len(pools) == 2 else (1.0,), strict=True))
 

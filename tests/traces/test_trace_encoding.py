@@ -23,6 +23,8 @@ from eldr_sim.traces.routing.format import bit_sets, open_trace
 from eldr_sim.traces.routing.manifest import FILE_NAMES, load_ids, save_ids
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
+
 
 def draw_ids(rng, tokens, layers, n_experts, top_k):
     """Ids in the order of drawn scores, the highest first."""
@@ -162,8 +164,8 @@ def npy(ids):
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
+@on_each(
+    "damage, message",
     [
         (lambda data, ids: data[:-40], r"truncated or not a \.npy\.xz file"),
         (lambda data, ids: b"no xz", r"truncated or not a \.npy\.xz file"),

@@ -14,6 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.format import builtin_traces, open_trace
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 
@@ -252,7 +253,7 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@on_each("name", DEFECTS)
 def test_defect_is_told_in_one_line(tmp_path, name):
     breaks, message = DEFECTS[name]
     small_trace(tmp_path / "t")
@@ -305,8 +306,8 @@ def test_write_refuses_and_replaces(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"experts": np.full((16, 2, 3), 10)}, "experts: ids span 10..10"),
         ({"experts": np.full((16, 2, 3), -1)}, "experts: ids span -1..-1"),

@@ -17,6 +17,8 @@ from eldr_sim.traces.routing.structure import (
 )
 from eldr_sim.traces.routing.writer import write_trace
 
+from ..on_each import on_each
+
 
 @pytest.fixture(scope="module")
 def reference():
@@ -274,8 +276,8 @@ def decoded_rows(trace):
         yield from range(first + length - trace.output_len[q], first + length)
 
 
-@pytest.mark.parametrize("prompt_rows", [True, False])
-@pytest.mark.parametrize("groups", [None, [1, 2], [1, 1, 1], [2, 1]])
+@on_each("prompt_rows", [True, False])
+@on_each("groups", [None, [1, 2], [1, 1, 1], [2, 1]])
 def test_next_layer_entropy_against_loops(tmp_path, groups, prompt_rows):
     trace = make_trace(
         tmp_path / "t", seed=3, n=9, top_k=3, rank_groups=groups, prompt_rows=prompt_rows

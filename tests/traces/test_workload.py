@@ -17,6 +17,7 @@ from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
 
+from ..on_each import on_each
 from ..workloads import make_workload
 
 ARRAYS = [
@@ -341,8 +342,8 @@ def test_log_with_fixed_output_and_mix(tiny, log):
 # --- bad arguments ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@on_each(
+    "changes, message",
     [
         ({"request_rate": 0}, "request_rate: got 0"),
         ({"request_rate": -1}, "request_rate: got -1"),

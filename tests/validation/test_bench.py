@@ -10,6 +10,8 @@ from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
 from eldr_sim.validation.published.bench import errors, predict_bench, with_model
 from eldr_sim.validation.published.bench import read_bench as read_benches
 
+from ..on_each import on_each
+
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
 RESULT = {
     "request_rate": "inf", "max_concurrency": 2, "completed": 6, "num_prompts": 6,
@@ -135,16 +137,13 @@ def test_lengths_that_are_known_change_no_arrivals(result_file, tmp_path):
         assert not any(line.startswith("burstiness") for line in each["without_effect"])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+@on_each("changes", [
         {"mean_ttft_ms": "soon"}, {"mean_ttft_ms": [1]}, {"completed": "all"},
         {"request_rate": "fast", "burstiness": 1.0}, {"total_input_tokens": None},
         {"input_lens": 5, "output_lens": 7}, {"input_lens": ["a"], "output_lens": ["b"]},
         {"time_to_first_token": 3}, {"time_to_first_token": {}, "input_config": None},
         {"time_to_first_token": {}, "request_count": 3},
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_no_number_is_one_line(result_file, changes):
     with pytest.raises(InputError, match="bench"):
         read_bench(result_file(**changes))

@@ -12,6 +12,8 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.validation.published.bench import Step, beside, predicted_s, read_steps
 
+from ..on_each import on_each
+
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
 
 
@@ -39,10 +41,8 @@ def test_steps_are_read_and_idle_ones_left_out(steps_file):
     assert [step.kind for step in read_steps(path)] == ["decoding", "prompts"]
 
 
-@pytest.mark.parametrize(
-    "text", ["no JSON", "[]", "{}", line("x"), line(-1.0), line(float("inf")), line(0.0), "",
-             line(num_decode_requests=-4), line(num_decode_requests=[1])],
-)  # fmt: skip
+@on_each("text", ["no JSON", "[]", "{}", line("x"), line(-1.0), line(float("inf")), line(0.0), "",
+             line(num_decode_requests=-4), line(num_decode_requests=[1])])  # fmt: skip
 def test_what_is_no_step_is_refused_in_a_line(steps_file, text):
     with pytest.raises(InputError) as refused:
         read_steps(steps_file(text))

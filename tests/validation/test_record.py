@@ -17,6 +17,7 @@ from eldr_sim.validation.published.launch_scripts import Script
 from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case, Workers
 
+from ..on_each import on_each
 from .test_silicon import COLUMNS, POOL
 
 
@@ -304,8 +305,8 @@ def test_a_prefill_worker_has_a_step_of_its_own():
 ONE_K, LONG = (1024, 1024), (8192, 1024)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "precision", "date", "lengths", "streams", "layout", "drafts", "said"),
+@on_each(
+    "gpu, precision, date, lengths, streams, layout, drafts, said",
     [
         ("B200", "fp8", "2025-12-15", ONE_K, 64, Parallelism(8, True), 0, ("DEEPGEMM", 0, 0)),
         ("B200", "fp8", "2026-01-29", ONE_K, 32, Parallelism(8), 0, ("TRTLLM", 0, 0)),
@@ -341,8 +342,8 @@ def test_scripts_of_the_day(gpu, precision, date, lengths, streams, layout, draf
 SPREAD, CUT, SHARED = Parallelism(8, True), Parallelism(8), Parallelism(1, True, 8)
 
 
-@pytest.mark.parametrize(
-    ("model", "precision", "gpu", "lengths", "streams", "layout"),
+@on_each(
+    "model, precision, gpu, lengths, streams, layout",
     [
         ("deepseek-ai/DeepSeek-V3", "fp8", "H200", ONE_K, 64, SPREAD),
         ("deepseek-ai/DeepSeek-V3", "fp8", "H200", LONG, 64, SHARED),

@@ -25,13 +25,14 @@ from studies.eldr_measured import cells
 from studies.eldr_measured import evaluation as measured
 from studies.grace import evaluation as grace_evaluation
 
+from ..on_each import on_each
 from ..paths import ROOT
 
 TINY = {"topology": "1P2D", "duration": 2, "warmup": 1, "output_len": 16}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ours", "unit", "direction", "size"),
+@on_each(
+    "low, high, ours, unit, direction, size",
     [
         (-13.9, -7.0, -10.0, "%", "agrees", "agrees"),
         (-13.9, -7.0, -14.5, "%", "agrees", "agrees"),  # within the tolerance of 1
@@ -154,7 +155,7 @@ def test_every_figure_and_table_of_the_paper_is_there(figures):
     assert tuple(figures) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@on_each("name", NAMES)
 def test_every_claim_has_a_value_or_a_reason_and_every_figure_a_picture(figures, name, tmp_path):
     reproduction = figures[name]()
     assert reproduction.name == name

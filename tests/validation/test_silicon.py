@@ -25,6 +25,8 @@ from eldr_sim.validation.published.silicon_rows import (
     uncovered_rows,
 )
 
+from ..on_each import on_each
+
 COLUMNS = [
     "silicon_data_source",
     "backend",
@@ -468,8 +470,8 @@ def test_marlin_pads_as_vllm_does(size, padded_sides):
     assert padded(3584, 3072 // size) == (3584, 3072 // size)  # the source's layer
 
 
-@pytest.mark.parametrize(
-    ("version", "backend", "mode"),
+@on_each(
+    "version, backend, mode",
     [
         ("", "vllm", "microbatch_parallel"),  # of 2025: vLLM 0.11
         ("0.11.2", "vllm", "microbatch_parallel"),

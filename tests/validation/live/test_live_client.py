@@ -18,6 +18,8 @@ from eldr_sim.validation.live.engines.client import send_load
 from eldr_sim.validation.live.engines.load import make_load
 from eldr_sim.validation.live.live_run import REQUESTS, LoadInfo
 
+from ...on_each import on_each
+
 DOMAINS = {"code": (4, 100), "math": (100, 250)}
 LIMITS = {"prompt_range": (4, 512), "output_range": (2, 64)}
 
@@ -118,8 +120,8 @@ def test_lengths_of_a_request_log_stay_pairs(tmp_path):
     assert seen == {(10, 5), (30, 20), (20, 5)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
+@on_each(
+    "changes, options, message",
     [
         ({"request_rate": 0.0}, {}, "request_rate: got 0"),
         ({"request_rate": math.inf}, {}, "request_rate: got inf"),
