@@ -18,9 +18,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement.base import Placement
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.placement.eplb import balance
-from eldr_sim.policies.placement.placement import ExpertGroup
 from eldr_sim.policies.replicas.base import ChoiceByCount
 from eldr_sim.policies.replicas.metro import MetroParameters
 from eldr_sim.traces.routing.imports.counters import Counters
