@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles import checkpoints
 from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
 from eldr_sim.kernel_profiles.model_names import matching, nearest
 
@@ -574,22 +575,15 @@ def list_models() -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _in_fp8(name: str) -> ModelDims | None:
-    """Return a shipped bfloat16 model as ``NAME-FP8``, None for other names: blocks of 128 x 128 in
-    linear layers and experts, not in gates, embedding and lm_head (Qwen3-32B-FP8's config.json)."""
-    base, dash, word = name.rstrip("/").rpartition("-")
-    found = matching(base, _spellings()) if dash and word.lower() == "fp8" else None
-    dims = _registry()[found] if found else None
-    if dims is None or {dims.linear_dtype, dims.expert_dtype} != {"bfloat16"}:
-        return None
-    own = {
-        "name": f"{dims.name}-FP8",
-        "hf_id": f"{dims.hf_id}-FP8" if dims.hf_id else "",
-        "linear_dtype": "fp8_block",
-        "expert_dtype": "bfloat16" if dims.is_dense else "fp8_block",
-        "source": f"{dims.source}; weights in FP8 as Qwen3-32B-FP8's config.json stores them",
-    }
-    return ModelDims(**dims.model_dump() | own)
+def _checkpoint(name: str) -> ModelDims | None:
+    """Return a checkpoint of `checkpoints`, None for other names."""
+
+    def shipped(wanted: str) -> dict[str, Any] | None:
+        found = matching(wanted, _spellings())
+        return _registry()[found].model_dump() if found else None
+
+    fields = checkpoints.fields_of(name, shipped_json("checkpoints"), shipped)
+    return None if fields is None else ModelDims(**fields)
 
 
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
@@ -602,8 +596,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     found = None if on_disk else matching(os.fspath(name), _spellings())
     if found is not None:
         return registry[found]
-    if not on_disk and (eight_bits := _in_fp8(os.fspath(name))) is not None:
-        return eight_bits
+    if not on_disk and (checkpoint := _checkpoint(os.fspath(name))) is not None:
+        return checkpoint
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         try:

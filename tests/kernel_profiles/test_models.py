@@ -1,12 +1,13 @@
 """Model dimensions: our formulas against published counts, checkpoints and real configurations."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
+from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model, shipped_json
 
 from ..on_each import on_each
 from ..paths import SHARED
@@ -296,6 +297,22 @@ def test_a_checkpoint_in_fp8_is_its_model_at_half_the_bytes(name, base):
     kept = 2 * (found.embedding_params + found.lm_head_params)
     assert (found.weight_bytes - kept) / (whole.weight_bytes - kept) == pytest.approx(0.5, abs=0.01)
     assert load_model(found.name) is load_model(found.name)
+
+
+CHECKPOINTS = [entry["id"] for entry in shipped_json("checkpoints")["checkpoints"]]
+
+
+@pytest.mark.parametrize("repository", CHECKPOINTS)
+def test_a_checkpoint_is_found_by_its_id_and_has_the_size_in_its_name(repository):
+    found = load_model(repository)
+    assert load_model(repository.rpartition("/")[2].lower() + "-2507") == found
+    if size := re.search(r"-(\d+\.?\d*)([BT])\b", repository):
+        said = float(size[1]) * {"B": 1e9, "T": 1e12}[size[2]]
+        # Some names leave out the embedding, others count the vision part.
+        assert 0.8 * said < found.total_params < 1.26 * said
+    assert found.weight_bytes < 2.01 * found.total_params
+    if "NVFP4" in repository:
+        assert found.weight_bytes < found.total_params
 
 
 @pytest.mark.parametrize("name", ["Nothing-8B-FP8", "GPT-OSS-120B-FP8", "-FP8"])
