@@ -37,7 +37,8 @@ _SAID = {
     "rate": "--request-rate",
     "qps": "--request-rate",
     "rps": "--request-rate",
-    "swap_space": "--kv-tier",
+    "swap_space": "preempted requests are computed again, as vLLM does since 0.8; --kv-tier keeps "
+    "KV blocks in the memory of the host",
     "cpu_offload_gb": "--kv-tier",
     "kv_transfer_config": "--kv-transfer",
     "num_speculative_tokens": "--speculative-config",

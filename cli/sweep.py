@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -117,18 +117,17 @@ def _warn(table: pa.Table) -> None:
         click.echo(f"Failed: {where}: {row['reason']}", err=True)
     if len(failed) > _MOST_FAILURES:
         click.echo(f"... and {len(failed) - _MOST_FAILURES} more", err=True)
-    warned: Counter[int] = Counter()
+    warned = defaultdict[str, dict[int, None]](dict)
     for row in rows:
         if row["status"] == COMPLETED:
-            warned[row["point"]] += len(warnings_of({k: _nested(v) for k, v in row.items()}))
-    numbers = [str(point) for point, count in warned.items() if count]
-    if numbers:
-        click.echo(
-            f"Warning: {_count(len(numbers), 'point')} with load beyond the cluster's or times "
-            f"beyond the tables: {', '.join(numbers[:20])}{', ...' * (len(numbers) > 20)}; "
-            "`eldr-sim run` tells which",
-            err=True,
-        )
+            for warning in warnings_of({k: _nested(v) for k, v in row.items()}):
+                warned[warning][row["point"]] = None
+    for warning, points in list(warned.items())[:_MOST_FAILURES]:
+        numbers = [str(point) for point in points]
+        said = f"{', '.join(numbers[:20])}{', ...' * (len(numbers) > 20)}"
+        click.echo(f"Warning: point{'s' * (len(points) != 1)} {said}: {warning}", err=True)
+    if len(warned) > _MOST_FAILURES:
+        click.echo(f"... and {len(warned) - _MOST_FAILURES} more warnings", err=True)
 
 
 def _nested(value: Any) -> Any:

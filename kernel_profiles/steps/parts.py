@@ -269,6 +269,9 @@ class Parts:
         known = {"auto", "aiter"} if rates is not None else {"auto"}
         if self.moe_backend not in known:
             problem = f"no rows of {self.moe_backend}'s kernel for {model.name} on {self.gpu.name}"
+            size = self.parallelism.tensor_parallel_size
+            if size > 1 and self.parallelism.n_expert_ranks == 1:
+                problem += f", each expert cut over {size} GPUs"
             for backend in get_args(MoEBackend):
                 tables = [self._moe_table(n, backend) for n in (1, self.parallelism.n_expert_ranks)]
                 if any(table is not None for table in tables):

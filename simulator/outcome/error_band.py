@@ -56,6 +56,10 @@ def kind_of(engine: str, gpu: str, model: ModelDims, *, apart: bool, in_flight: 
     )
 
 
+#: Runs of the wider cell that count beside a cell's own: from as many on, its own decide more.
+PRIOR = 8
+
+
 @cache
 def shipped() -> dict[str, Any]:
     """Return the bands of the package."""
@@ -125,8 +129,8 @@ def relative(bands: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def relative_line() -> str:
     """Return the band of comparisons in a sentence."""
     parts = [
-        f"{name.upper()} {100 * (cell['factor'] - 1):.0f}% ({cell['pairs']} pairs by "
-        f"{cell['publishers']} publishers)"
+        f"{name.upper()} {100 * (cell['factor'] - 1):.0f}% ({_count(cell['pairs'], 'pair')} by "
+        f"{_count(cell['publishers'], 'publisher')})"
         for name, cell in relative().items()
         if name != "throughput"
     ]
@@ -147,13 +151,23 @@ def in_words(band: Mapping[str, Any]) -> list[str]:
     for metric in METRICS:
         if metric in band:
             cell = band[metric]
-            runs = f"{cell['rows']} run{'s' * (cell['rows'] != 1)}"
-            by = f"{cell['publishers']} publisher{'s' * (cell['publishers'] != 1)}"
             name = metric.upper() if metric != "throughput" else "Throughput"
-            said.append(f"{name}: {runs} by {by} ({cell['of']})")
+            said.append(f"{name}: {_rests_on(cell)}")
     if short := _held(band).removeprefix(". "):
         said.append(f"{short}.")
     return said
+
+
+def _rests_on(cell: Mapping[str, Any]) -> str:
+    """Say which runs a cell's band rests on, and that few of them decide less than wider cells."""
+    said = f"{_count(cell['rows'], 'run')} by {_count(cell['publishers'], 'publisher')}"
+    said += f" ({cell['of']})"
+    few = cell["rows"] < PRIOR
+    return said + f", too few for a band of their own: under {PRIOR}, wider cells decide" * few
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _held(band: Mapping[str, Any]) -> str:
@@ -176,9 +190,7 @@ def one_line(band: Mapping[str, Any]) -> str:
             cell = band[metric]
             name = metric.upper() if metric != "throughput" else metric
             parts.append(f"{name} {cell['low']:.2g} to {cell['high']:.2g} times")
-    tpot = band["tpot"]
-    by = f"{tpot['rows']} runs by {tpot['publishers']} publishers ({tpot['of']})"
     said = f"{100 * band['level']:.0f}% of runs lie within {', '.join(parts)} the prediction"
     if not band["compared"]:
         return f"Error band: no run like this was ever compared; of wider cells {said}{_held(band)}"
-    return f"Error band: {said}; TPOT of {by}{_held(band)}"
+    return f"Error band: {said}; TPOT of {_rests_on(band['tpot'])}{_held(band)}"

@@ -5,15 +5,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eldr_sim.simulator.outcome.error_band import LOADS
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
 from eldr_sim.simulator.setup.config.requests import WorkloadConfig
 from eldr_sim.traces.workload import Workload
 
 
 def load_warnings(
-    requests: WorkloadConfig, workload: Workload, band: Mapping[str, Any]
+    requests: WorkloadConfig, workload: Workload, band: Mapping[str, Any], level: ServiceLevel
 ) -> Iterator[str]:
     """Yield a line for more requests in flight than engines were compared with, and for requests
-    that are all alike."""
+    that are all alike; and for a bound of ``level`` on TPOT that bounds nothing."""
+    if level.tpot is not None and workload.output_len.max() == 1:
+        yield (
+            f"every answer is one token and has no TPOT: the bound of {level.tpot:g} ms is met by "
+            "all of them and decides nothing; bound ttft or e2el"
+        )
     if band["kind"]["load"] == LOADS[-1][1]:
         cells = [f"{name.upper()} {band[name]['low']:.2g} to {band[name]['high']:.2g} times"
                  for name in ("ttft", "tpot")]  # fmt: skip

@@ -59,6 +59,17 @@ def test_marlin_of_gpt_oss_on_hopper_is_derived_and_named(model, sizes, gpu):
         assert found.decode_s(wide, 64, 100.0) > usual.decode_s(wide, 64, 100.0)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_marlin_of_gpt_oss_20b_cut_over_gpus_is_refused_by_name(size):
+    """There are no rows to take a fixed cost from; whole experts, spread, have them."""
+    with pytest.raises(InputError) as refused:
+        made("GPT-OSS-20B", "H100", parallelism=Parallelism(size), moe_backend="marlin")
+    assert f"GPT-OSS-20B on H100, each expert cut over {size} GPUs" in str(refused.value)
+    spread = made("GPT-OSS-20B", "H100", parallelism=Parallelism(size, True), moe_backend="marlin")
+    assert "marlin" in spread.provenance["moe"]["kernel_source"]
+    assert spread.provenance["moe"]["label"] == "derived"
+
+
 def test_a_table_of_marlin_makes_the_refused_run_possible():
     (name,) = [
         one for one in shipped_tables()

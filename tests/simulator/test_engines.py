@@ -465,6 +465,19 @@ def test_what_is_not_simulated_is_said_in_one_line():
     ]
 
 
+def test_memory_for_swapping_changes_nothing_and_swapping_is_refused():
+    """vLLM computes preempted requests again; before 0.8 it swapped on request."""
+    for line in ("--swap-space 16", "--swap-space=0", "--preemption-mode recompute"):
+        with pytest.warns(EldrSimWarning) as told:
+            made = make_config({"engine": "vllm", "engine_args": line})
+        assert made.replace(engine_args=None) == make_config({"engine": "vllm"})
+        assert [str(each.message).split(":")[0] for each in told] == [
+            "of the launch line, without effect on the answer"
+        ]
+    with pytest.raises(InputError, match="--preemption-mode swap is not simulated"):
+        make_config({"engine": "vllm", "engine_args": "--preemption-mode swap"})
+
+
 def fields_of(line, engine="sglang", **more):
     """Return the fields that a launch line gives, but for defaults of the engine."""
     with warnings.catch_warnings():

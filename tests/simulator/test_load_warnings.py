@@ -34,3 +34,15 @@ def test_requests_that_are_all_alike_run_in_waves(fields, waves):
 def test_more_requests_in_flight_than_were_compared_are_named(together, many):
     assert said("requests in flight on a worker", max_concurrency=together, num_requests=400,
                 output_len=2) == many  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "idle"),
+    [
+        ({"output_len": 1, "goodput": "tpot:30"}, True),
+        ({"output_len": 1, "goodput": "ttft:300"}, False),
+        ({"output_len": 2, "goodput": "tpot:30"}, False),
+    ],
+)
+def test_a_bound_on_tpot_of_answers_of_one_token_is_named(fields, idle):
+    assert said("has no TPOT", **fields) == idle

@@ -2,7 +2,7 @@
 
 A residual is the logarithm of measured over predicted. Cells are nested (`Kind`): a cell has the
 10th and 90th percentile of its residuals, where each publisher weighs the square root of its rows,
-drawn towards those of the cell around it: n / (n + `_PRIOR`) is the cell's own share, n at most
+drawn towards those of the cell around it: n / (n + `PRIOR`) is the cell's own share, n at most
 `_MOST` rows a publisher. Then both ends of all bands move outwards (or inwards) by one distance, at
 which 80% of the rows of publishers that were left out lie within (conformalised quantiles as in
 Romano, Patterson and Candes, NeurIPS 2019, by groups as in Dunn, Wasserman and Ramdas, JASA 2023).
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, Kind
+from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, PRIOR, Kind
 
 LEVEL = 0.8
-_PRIOR, _MOST = 8.0, 12
+_MOST = 12
 #: No band is narrower: runs repeated on another day differ by so much (`silicon.REPEATABILITY`).
 _LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
 _Cell = tuple[str, ...]
@@ -73,7 +73,7 @@ def cells_of(residuals: Iterable[Residual]) -> dict[_Cell, Cell]:
         if path:
             around = cells[path[:-1]]
             n = sum(min(count, _MOST) for count in counts.values())
-            own = n / (n + _PRIOR)
+            own = n / (n + PRIOR)
             low = own * low + (1.0 - own) * around.low
             high = own * high + (1.0 - own) * around.high
         cells[path] = Cell(low, high, len(rows), len(counts))

@@ -98,6 +98,9 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
             return True
         option = name.replace("_", "-")
         raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
+    if name == "preemption_mode" and value != "recompute":
+        problem = f"--preemption-mode {value} is not simulated"
+        raise InputError("engine_args", problem, "recompute, as vLLM does since 0.8")
     if name == "stream_interval":
         return str(value) == "1"  # the default; more tokens at once are not simulated
     if name == "dtype":

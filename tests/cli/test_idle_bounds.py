@@ -1,0 +1,47 @@
+"""Every command says that a bound on TPOT decides nothing where no answer has a second token."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eldr_sim.reports.explorer.points import run_point
+
+RUN = {
+    "model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C", "request_rate": 20.0,
+    "num_requests": 8, "input_len": 64, "output_len": 1, "goodput": "tpot:30", "frontend": "none",
+}  # fmt: skip
+OPTIONS = [
+    word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))
+]
+BOUND = OPTIONS.index("--goodput")
+OTHERS = OPTIONS[:BOUND] + OPTIONS[BOUND + 2 :]
+MANY = OTHERS.index("--num-requests")
+TIMED = [*OTHERS[:MANY], "--duration", "8", "--warmup", "1", *OTHERS[MANY + 2 :]]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", *OPTIONS],
+        ["compare", *OPTIONS, "--policies", "jsq", "--seeds", "2", "--jobs", "1"],
+        ["what-if", "base.yaml", "--set", "gpu=H200", "--seeds", "2", "--jobs", "1"],
+        ["sweep", "sweep.yaml", "--out", "out", "--jobs", "1"],
+        ["plan", *TIMED, "--slo", "tpot:30", "--seeds", "2", "--jobs", "1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_it_is_said(run_cli, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(yaml.safe_dump(RUN))
+    grid = {"type": "grid", "parameters": {"request_rate": [10, 20]}}
+    Path("sweep.yaml").write_text(yaml.safe_dump({"config": RUN, "sweep": grid}))
+    code, out, err = run_cli(*command)
+    assert code == 0, (out, err)
+    assert "has no TPOT: the bound of 30 ms is met by all" in err
+
+
+def test_the_explorer_says_it():
+    warnings = run_point(json.dumps(RUN), True)["warnings"]
+    assert any("has no TPOT" in warning for warning in warnings)
