@@ -163,7 +163,7 @@ def _rests_on(cell: Mapping[str, Any]) -> str:
     said = f"{_count(cell['rows'], 'run')} by {_count(cell['publishers'], 'publisher')}"
     said += f" ({cell['of']})"
     few = cell["rows"] < PRIOR
-    return said + f", too few for a band of their own: under {PRIOR}, wider cells decide" * few
+    return said + f", too few for a separate band: under {PRIOR}, wider cells decide" * few
 
 
 def _count(n: int, what: str) -> str:

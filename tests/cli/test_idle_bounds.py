@@ -15,10 +15,14 @@ RUN = {
 OPTIONS = [
     word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))
 ]
-BOUND = OPTIONS.index("--goodput")
-OTHERS = OPTIONS[:BOUND] + OPTIONS[BOUND + 2 :]
-MANY = OTHERS.index("--num-requests")
-TIMED = [*OTHERS[:MANY], "--duration", "8", "--warmup", "1", *OTHERS[MANY + 2 :]]
+#: Options that a search for the cheapest cluster has no place for.
+FOUND = {"topology": None, "goodput": None, "num_requests": None, "duration": 8, "warmup": 1}
+TIMED = [
+    word
+    for name, value in (RUN | FOUND).items()
+    if value is not None
+    for word in (f"--{name.replace('_', '-')}", str(value))
+]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +32,7 @@ TIMED = [*OTHERS[:MANY], "--duration", "8", "--warmup", "1", *OTHERS[MANY + 2 :]
         ["compare", *OPTIONS, "--policies", "jsq", "--seeds", "2", "--jobs", "1"],
         ["what-if", "base.yaml", "--set", "gpu=H200", "--seeds", "2", "--jobs", "1"],
         ["sweep", "sweep.yaml", "--out", "out", "--jobs", "1"],
-        ["plan", *TIMED, "--slo", "tpot:30", "--seeds", "2", "--jobs", "1"],
+        ["plan", *TIMED, "--max-gpus", "2", "--slo", "tpot:30", "--seeds", "2", "--jobs", "1"],
     ],
     ids=lambda words: words[0],
 )

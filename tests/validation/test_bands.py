@@ -64,14 +64,14 @@ def test_a_kind_that_was_never_compared_says_so():
     assert unknown["tpot"]["of"].startswith("GQA, MoE")
 
 
-def test_few_runs_are_counted_in_words_and_give_no_band_of_their_own():
+def test_few_runs_are_counted_in_words_and_give_no_separate_band():
     """Below `PRIOR` runs the wider cells weigh more than the cell's own, and a reader is told."""
     for n in (1, error_band.PRIOR - 1, error_band.PRIOR):
         found = bands.bands(dict.fromkeys(METRICS, drawn(1, n, 0.1, 0.1)), {})
         band = band_of(KIND, found)
         for said in (error_band.one_line(band), " ".join(error_band.in_words(band))):
             assert f"{n} run{'s' * (n > 1)} by 1 publisher (" in said
-            assert ("too few for a band of their own" in said) == (n < error_band.PRIOR)
+            assert ("too few for a separate band" in said) == (n < error_band.PRIOR)
 
 
 def test_kinds_are_read_off_models():
