@@ -229,8 +229,7 @@ def _best_fixed(fleets: FleetBounds, objective: Objective, row: Row) -> Search[W
         row.reasons.append(
             "the load takes more workers by arithmetic"
             if most is None
-            else f"even {trials[most].config.cluster.topology}, always, attains only "
-            f"{100 * trials[most].attainment.mean:.1f}%"
+            else f"even {trials[most].config.cluster.topology}, always, {trials[most].falls_short}"
         )
         return None
     row.trial, row.without = trials[state.best], ""

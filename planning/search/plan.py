@@ -360,8 +360,7 @@ def _why_none(
             f"{100 * trial.attained(metric):.1f}% within the {metric.upper()} bound"
             for metric in trial.config.output.goodput.model_dump(exclude_none=True)
         )
-        share = 100 * trial.attainment.mean
-        return f"even {trial.config.cluster.topology} attains only {share:.1f}% ({parts})"
+        return f"even {trial.config.cluster.topology} {trial.falls_short} ({parts})"
     return (
         f"needs {state.x_least} prefill and {state.y_least} decode workers at least, and no such "
         f"cluster of up to {template.max_gpus} GPUs meets the objective"

@@ -30,6 +30,14 @@ class Trial:
         """Return the mean of a metric over the seeds, see `mean_known`."""
         return mean_known([summary[key] for summary in self.summaries])
 
+    @property
+    def falls_short(self) -> str:
+        """Say why this cluster, which is no answer, is none: it misses, or is undecided."""
+        share, n = f"{100 * self.attainment.mean:.1f}%", len(self.summaries)
+        if self.verdict is Verdict.UNDECIDED:
+            return f"attains {share}, undecided after {n} seed{'s' * (n != 1)} of this length"
+        return f"attains only {share}"
+
     def attained(self, metric: str) -> float:
         """Return the mean attainment of one bound alone."""
         shares = [summary["slo_attainment_by_metric"][metric] for summary in self.summaries]

@@ -16,7 +16,7 @@ OPTIONS = [
     word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))
 ]
 #: Options that a search for the cheapest cluster has no place for.
-FOUND = {"topology": None, "goodput": None, "num_requests": None, "duration": 8, "warmup": 1}
+FOUND = {"topology": None, "goodput": None, "num_requests": None, "duration": 40, "warmup": 1}
 TIMED = [
     word
     for name, value in (RUN | FOUND).items()
@@ -44,6 +44,15 @@ def test_it_is_said(run_cli, tmp_path, monkeypatch, command):
     code, out, err = run_cli(*command)
     assert code == 0, (out, err)
     assert "has no TPOT: the bound of 30 ms is met by all" in err
+
+
+def test_a_plan_that_is_undecided_does_not_say_that_too_few_requests_were_good(run_cli):
+    short = ["8" if word == "40" else word for word in TIMED]
+    code, out, err = run_cli("plan", *short, "--max-gpus", "2", "--slo", "tpot:30", "--seeds", "2",
+                           "--jobs", "1")  # fmt: skip
+    assert code == 1, err
+    assert "attains 100.0%, undecided after 2 seeds" in out
+    assert "only" not in out
 
 
 def test_the_explorer_says_it():
