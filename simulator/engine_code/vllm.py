@@ -116,7 +116,7 @@ class VllmScheduler:
         self.ended: list[Sequence] = []
         self.preempted: list[Request] = []
         self.kv_ready: list[Request] = []
-        self.closed = self.blocked = False
+        self.closed = self.blocked = self.frees_late = False
 
     # --- requests come and go ---
 
