@@ -283,6 +283,7 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
     from eldr_sim.kernel_profiles.models import KVDtype, load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
     from eldr_sim.kernel_profiles.sources.aiconfigurator_import import best_tables
+    from eldr_sim.kernel_profiles.sources.packages import SYSTEMS
     from eldr_sim.kernel_profiles.tables.format import save_tables
     from eldr_sim.kernel_profiles.tables.library import Engine
     from eldr_sim.simulator.setup.config.pools import Pool
@@ -299,7 +300,8 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
         raise InputError("engine", repr(engine), allowed) from None
     name, version = told.engine or "vllm", told.engine_version or ""
     known = load_gpu(gpu)
-    found = best_tables(known.name, dims, layout, get_args(KVDtype), Engine(name, version))
+    own = known.name if known.name in SYSTEMS else known.sibling or known.name
+    found = best_tables(own, dims, layout, get_args(KVDtype), Engine(name, version))
     paths = save_tables(found, out)
     rows = [
         [
@@ -313,6 +315,8 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
     ]
     print_table("Imported", ["kernel", "shape", "type", "engine", "rows"], rows)
     click.echo(f"Wrote {len(paths)} tables to {out}")
+    if own != known.name:
+        click.echo(f"They are of {own}, the sibling of {known.name}: a run scales them by part")
     if dims is not None:
         click.echo(_still_missing(dims, known, layout, Engine(name, version), found))
 

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from click.testing import CliRunner
 
+from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -462,3 +464,15 @@ def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
         assert fresh.metadata.model_copy(update={"date": kept.metadata.date}) == kept.metadata
         for name, values in kept.columns.items():
             np.testing.assert_array_equal(fresh.columns[name], values)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_gpu_without_rows_takes_its_siblings(tmp_path):
+    own, of_sibling = (
+        CliRunner().invoke(cli, f"tables import --gpu {gpu} --out {tmp_path / gpu}".split())
+        for gpu in ("H100", "H20")
+    )
+    assert own.exit_code == of_sibling.exit_code == 0, of_sibling.output
+    assert "the sibling of H20" in of_sibling.output
+    names = [sorted(path.name for path in (tmp_path / gpu).iterdir()) for gpu in ("H100", "H20")]
+    assert names[0] == names[1]
