@@ -4,7 +4,9 @@ import warnings
 
 import pytest
 
+from eldr_sim.cli.run import run as main
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.setup.config.launch_line import starts_one_server
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..on_each import on_each
@@ -86,6 +88,44 @@ def test_what_is_no_server_that_is_known_is_refused(line, said):
 def test_a_line_of_another_engine_than_the_runs_is_refused():
     with pytest.raises(InputError, match="engine: vllm, and the launch line is sglang's"):
         read(f"python3 -m sglang.launch_server --model {MODEL}", engine="vllm")
+
+
+@pytest.mark.parametrize(
+    ("line", "alone"),
+    [
+        (f"vllm serve {MODEL} -tp 2", True),
+        (f"python3 -m sglang.launch_server --model-path {MODEL} --tp 2", True),
+        ("docker run vllm/vllm-openai:v0.24.0 --model Qwen/Qwen3-8B", True),
+        ("--max-num-seqs 4", False),
+        ("vllm bench serve --request-rate 4", False),
+        (f"python3 -m sglang.launch_server --model-path {MODEL} --disaggregation-mode prefill",
+         False),
+        (f"vllm serve {MODEL} --kv-transfer-config " + """'{"kv_role": "kv_producer"}'""", False),
+    ],
+)  # fmt: skip
+def test_a_whole_line_starts_one_server(line, alone):
+    assert starts_one_server(line) == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "topology"),
+    [
+        (["--engine-args", "vllm serve --max-num-seqs 8"], "1C"),
+        (["--engine-args", "vllm serve --max-num-seqs 8", "--topology", "2C"], "2C"),
+        (["--engine-args", "--max-num-seqs 8"], "8P16D"),
+    ],
+)
+def test_a_whole_line_is_one_worker_unless_options_say_more(monkeypatch, options, topology):
+    class Stop(Exception):
+        pass
+
+    def simulate(config, *_, **__):
+        assert config.cluster.topology == topology
+        raise Stop
+
+    monkeypatch.setattr("eldr_sim.simulator.run.simulate", simulate)
+    with pytest.raises(Stop):
+        main(["--model", "Llama-3.1-8B", *options], standalone_mode=False)
 
 
 def test_the_environment_is_part_of_the_line():

@@ -83,6 +83,13 @@ def cut(line: str) -> Line:
     return Line(started, version, "", "".join(rest), environment, words)
 
 
+def starts_one_server(line: str) -> bool:
+    """Whether a line starts a server that computes prompts and answers, and is not options alone or
+    one of those that hand over to others. Raises InputError as `cut`."""
+    apart = "disaggregation" in line.replace("disaggregation-mode null", "") or "kv_role" in line
+    return bool(cut(line).engine) and (not apart or "kv_both" in line)
+
+
 def _container(words: list[str], environment: dict[str, str]) -> tuple[str, str]:
     """Return engine and version of an image; takes all up to it from the words."""
     program = words[0]

@@ -5,6 +5,7 @@ written. Units are those of each format's own documentation."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -269,12 +270,23 @@ FORMATS: tuple[LogFormat, ...] = (
         use="", way="per_request_lifecycle_metrics.json",
     ),
     LogFormat(
+        "inference-perf config",
+        "inference-perf's configuration (YAML): a load to send, no requests",
+        "load:\n  type: constant\n  stages:\n  - rate: 4\n    duration: 60",
+        use="", way="a stage's rate as --request-rate, its lengths as --input-len and "
+        "--output-len; of a run, per_request_lifecycle_metrics.json",
+    ),
+    LogFormat(
         "llmperf summary", "llmperf's summary: means",
         '{"version": "2023-08-31", "num_concurrent_requests": 8, '
         '"results_number_input_tokens_mean": 907.0}',
         use="", way="the individual_responses.json beside it",
     ),
 )  # fmt: skip
+
+
+#: First line of such a configuration: the heading of a section.
+_SECTION = re.compile("(?:load|api|data|server|storage|report|metrics|tokenizer|circuit_breakers):")
 
 
 def table_format(names: Iterable[str]) -> LogFormat | None:
@@ -310,6 +322,8 @@ def refused_format(text: str, record: Any) -> LogFormat | None:
         return named_format("prometheus metrics")
     if text.startswith("Metric,avg,min,max"):
         return named_format("aiperf summary")
+    if _SECTION.fullmatch(text.rstrip()):
+        return named_format("inference-perf config")
     if not isinstance(record, Mapping):
         return None
     if _first_has(record.get("experiments"), "experiment", "requests"):
