@@ -18,6 +18,7 @@ from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from studies.gimbal import experts, latency
 from studies.gimbal.latency import paired_figure
+from studies.gimbal.optimum import gap
 from studies.gimbal.prefix import figure_11, figure_12
 from studies.gimbal.settings import (
     FULL,
@@ -342,6 +343,7 @@ def figures(
         "placements": lambda: placements(experiment),
         "recorded": lambda: recorded(experiment),
         "tpot": lambda: tpot(experiment),
+        "milp": lambda: gap(*experts.recorded_load(), seconds=20 if quick else 120),
     }
 
 

@@ -27,6 +27,12 @@ def _load(trace: RoutingTrace) -> Any:
     return trace.decode_activation(np.arange(trace.n_requests)).sum(axis=0, dtype=np.float64)
 
 
+def recorded_load() -> tuple[Any, Any]:
+    """Return load, [layers, E], and transitions, [layers - 1, E, E], of recorded Qwen3."""
+    trace = open_trace(_REAL)
+    return _load(trace), transitions(trace, np.arange(trace.n_requests))
+
+
 def _even(load: Any, placement: Any, n_ranks: int) -> float:
     """Return the load of the busiest GPU over the mean, mean over layers."""
     layers, experts = load.shape
