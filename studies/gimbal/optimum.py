@@ -77,7 +77,8 @@ def optimum(load: Floats, weights: Floats, beta: float, seconds: float) -> tuple
     none = csr_array((n_layers, edges))
     differ = csr_array((np.r_[np.ones(edges), -np.ones(edges)], (np.r_[rows, rows], np.r_[j, k])),
                        shape=(edges, n))  # fmt: skip
-    column, identity = csr_array((edges, 1)), csr_array((np.ones(edges), (rows, rows)))
+    column = csr_array((edges, 1))
+    identity = csr_array((np.ones(edges), (rows, rows)), shape=(edges, edges))
     below = hstack([csr_array(share), csr_array(-ones), none])
     above = hstack([csr_array(-share), csr_array(-ones), none])
     constraints = [
