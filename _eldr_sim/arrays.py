@@ -15,6 +15,14 @@ Words = NDArray[np.uint64]
 
 
 def with_more(array: Array, n: int) -> Array:
-    """Return an array with ``n`` zero rows more."""
+    """Return an array with additional zero rows.
+
+    Args:
+        array: an array of any dtype, ``[rows, ...]``.
+        n: number of rows to add.
+
+    Returns:
+        A copy, ``[rows + n, ...]``.
+    """
     more = np.zeros((n, *array.shape[1:]), array.dtype)
     return np.concatenate([array, more])

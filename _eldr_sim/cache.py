@@ -175,8 +175,17 @@ def closed_to_others() -> Iterator[None]:
 
 
 def find(part: str, name: str) -> Path | None:
-    """Return where bit sets, a fit or a drawn trace is, if it is there and no other user may write
-    to it; it counts as used now."""
+    """Return the path of a cached item, if it exists.
+
+    The item counts as used now. One that another user may write to is not returned.
+
+    Args:
+        part: kind of the item: bit sets, fits or drawn traces.
+        name: its name.
+
+    Returns:
+        The path, or None.
+    """
     home = folder()
     if home is None:
         return None

@@ -22,9 +22,19 @@ def write_picture(
     title: str = "",
     dpi: int = 120,
 ) -> None:
-    """Draw on a matplotlib figure, and write it: the same drawing, the same bytes. A panel with
-    labels gets a legend unless ``draw`` made one or a panel before shows them. ``size``: inches;
-    ``title``: over all panels. Raises InputError without matplotlib."""
+    """Draw on a matplotlib figure and write it; equal drawings give equal bytes.
+
+    Args:
+        to: a path or an open file.
+        draw: draws on the figure. A panel with labels gets a legend unless ``draw`` made one or a
+            panel before shows the same.
+        size: width and height, inches.
+        title: title over all panels.
+        dpi: dots per inch.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
     needed("matplotlib", "plot", PLOT)
     from cycler import cycler
     from matplotlib import rc_context
@@ -61,8 +71,20 @@ _LONG = 80  # letters of all names under the bars of a panel
 def lines(
     rows: Rows, x: str, y: Key, by: Key = (), panel: Key = (), mark: str = ".-", **settings: Any
 ) -> Draw:
-    """Return what draws a line over ``x`` for each value of ``by``. A panel for each value of
-    ``panel`` and each of the columns ``y``; ``settings`` are those of a panel's axes."""
+    """Return a function that draws lines over ``x``.
+
+    Args:
+        rows: the data, a mapping a row.
+        x: column of the horizontal axis.
+        y: columns to draw, a panel each.
+        by: columns; each combination of their values is a line.
+        panel: columns; each combination of their values is a panel.
+        mark: matplotlib's format of a line.
+        settings: properties of a panel's axes.
+
+    Returns:
+        A function for `write_picture`.
+    """
 
     def draw(figure: Any) -> None:
         for axes, column, mine in _panels(figure, rows, y, panel):
@@ -83,9 +105,20 @@ def bars(
     ends: tuple[str, str] | None = None,
     **settings: Any,
 ) -> Draw:
-    """Return what draws a bar for each value of ``x``, beside each other for each of ``by``. Panels
-    as in `lines`. Bars lie across where their names are long; of ``settings``, ``label`` and
-    ``scale`` are of the values' axis. ``ends`` are the columns of an interval around ``y``."""
+    """Return a function that draws bars; long names make the bars horizontal.
+
+    Args:
+        rows: the data, a mapping a row.
+        x: columns; each combination of their values is a group of bars.
+        y: columns of the values.
+        by: columns; each combination of their values is a bar of a group.
+        panel: columns; each combination of their values is a panel.
+        ends: columns of the interval around ``y``.
+        settings: properties of a panel's axes; ``label`` and ``scale`` are of the values' axis.
+
+    Returns:
+        A function for `write_picture`.
+    """
 
     def draw(figure: Any) -> None:
         names, parts = _names(rows, x), _names(rows, by)

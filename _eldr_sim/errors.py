@@ -18,8 +18,19 @@ class InputError(ValueError):
 
 
 def needed(package: str, field: str, allowed: str = "pip install 'eldr-sim[live]'") -> Any:
-    """Import an optional package, or a module of it; InputError where it is not installed.
-    ``field``: what needs it; ``allowed``: how to install it."""
+    """Import an optional package, or a module of one.
+
+    Args:
+        package: dotted name of the module.
+        field: the option or feature that needs it.
+        allowed: the command that installs it.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        InputError: the package is not installed.
+    """
     top = package.partition(".")[0]
     try:
         import_module(top)  # a module of it may be loaded although it cannot be imported

@@ -45,8 +45,12 @@ _UNKNOWN_MEMORY = 32 * 2**30  # where the operating system does not say
 
 @cache
 def array_limit() -> int:
-    """Return the bytes to which the arrays of a file may unpack: half of the memory that this
-    process may use, of the machine, its container (cgroup) or its ``ulimit -v``."""
+    """Return the size to which the arrays of a file may unpack.
+
+    Returns:
+        Bytes: half of the memory that this process may use, by the machine, its container (cgroup)
+        and ``ulimit -v``.
+    """
     known = []
     with suppress(OSError, ValueError, AttributeError):  # not on Windows
         known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -61,7 +65,17 @@ def array_limit() -> int:
 
 
 def within(field: str, value: float, most: float, unit: str = "") -> None:
-    """Raise InputError, which names the limit, where a size would take too much memory."""
+    """Refuse a size that would take too much memory.
+
+    Args:
+        field: the option or key that sets the size.
+        value: the size.
+        most: the largest allowed size, in the same unit.
+        unit: unit of both, for the error.
+
+    Raises:
+        InputError: ``value`` exceeds ``most``.
+    """
     if value > most:
         raise InputError(
             field, f"{value:,.15g}{unit} is above the limit", f"at most {most:,}{unit}"
@@ -74,7 +88,18 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, field: str) -> float:
-    """Return the seconds of a time such as ``90``, ``90s``, ``10m``, ``2h`` or ``1d``."""
+    """Return a duration in seconds.
+
+    Args:
+        text: such as ``90``, ``90s``, ``10m``, ``2h`` or ``1d``.
+        field: the option or key, for errors.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        InputError: ``text`` is not a duration.
+    """
     text = text.strip().lower()
     if re.fullmatch(TIME, text) is None:
         raise InputError(field, repr(text), "seconds, or a time such as 90s, 10m, 2h or 1d")
@@ -83,7 +108,19 @@ def seconds(text: str, field: str) -> float:
 
 
 def regular_file(path: str | os.PathLike[str], field: str, limit: int | None = None) -> Path:
-    """Return the path of a regular file that can be read, of at most ``limit`` bytes."""
+    """Return the path of a regular, readable file.
+
+    Args:
+        path: the file.
+        field: the option or key that named it, for errors.
+        limit: largest size, bytes; None: any.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: the file does not exist, is not regular, cannot be read, or is too large.
+    """
     path = Path(path)
     try:
         about = path.stat()
@@ -110,7 +147,19 @@ def _of(path: Path, field: str, problem: str) -> str:
 
 
 def read_text(path: str | os.PathLike[str], field: str, limit: int = DOCUMENT_LIMIT) -> str:
-    """Return a regular file's text, UTF-8."""
+    """Return the text of a regular file, decoded as UTF-8.
+
+    Args:
+        path: the file.
+        field: the option or key that named the file, for errors.
+        limit: largest size of the file, bytes.
+
+    Returns:
+        The whole text.
+
+    Raises:
+        InputError: the file does not exist, is not regular, is too large, or is not UTF-8.
+    """
     path = regular_file(path, field, limit)
     try:
         return path.read_text(encoding="utf-8")
@@ -121,7 +170,19 @@ def read_text(path: str | os.PathLike[str], field: str, limit: int = DOCUMENT_LI
 
 
 def parse_json(text: str | bytes, field: str, what: str = "") -> Any:
-    """Return a JSON document; ``what`` names it in the error where the field does not."""
+    """Return the value of a JSON document.
+
+    Args:
+        text: the document.
+        field: the option or key that named it, for errors.
+        what: name of the document in errors, where the field does not name it.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        InputError: the text is not JSON.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -131,7 +192,19 @@ def parse_json(text: str | bytes, field: str, what: str = "") -> Any:
 
 
 def parse_yaml(text: str, field: str, what: str) -> Any:
-    """Return a YAML document, whose aliases must not make it endless, nor keys stand twice."""
+    """Return the value of a YAML document.
+
+    Args:
+        text: the document.
+        field: the option or key that named it, for errors.
+        what: name of the document in errors.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        InputError: the text is not YAML, repeats a key, or expands without end through aliases.
+    """
     import yaml
 
     try:
@@ -197,8 +270,19 @@ _NPY = b"\x93NUMPY"
 
 
 def check_arrays(path: str | os.PathLike[str], field: str, *, mapped: bool = False) -> Path:
-    """Return the path of a .npy or .npz file that may be loaded, or of what numpy will refuse.
-    ``mapped``: a .npy file is mapped into memory, and so may be as large as any file."""
+    """Return the path of a ``.npy`` or ``.npz`` file after checking its size.
+
+    Args:
+        path: the file.
+        field: the option or key that named it, for errors.
+        mapped: whether a ``.npy`` file is mapped into memory, and may be of any size.
+
+    Returns:
+        The path; a file that is neither is left to numpy to refuse.
+
+    Raises:
+        InputError: the arrays would not fit into memory, or the file cannot be read.
+    """
     path = regular_file(path, field)
     try:
         with path.open("rb") as file:
@@ -236,8 +320,20 @@ def parse_array(data: bytes, path: Path, field: str) -> NDArray[Any]:
 
 @contextmanager
 def reading(field: str, said: str = "", allowed: str = "") -> Iterator[None]:
-    """Raise InputError where a file cannot be read or, if ``said``, is not what that says.
-    ``said``: the problem, which the error's first line follows; ``allowed``: what would do."""
+    """Turn errors of reading a file into InputError.
+
+    Args:
+        field: the option or key that named the file.
+        said: the problem, followed by the first line of the original error; empty: only errors of
+            opening the file are turned.
+        allowed: what would be valid.
+
+    Yields:
+        None.
+
+    Raises:
+        InputError: the block raised an error of reading, or of content if ``said`` is given.
+    """
     try:
         yield
     except InputError:

@@ -200,9 +200,16 @@ _config: Any = numba.config  # its settings are made when it is imported, which 
 def njit(
     *, inlined: bool = False, restrict: bool = False, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function with ``numba.njit``, kept in ``NUMBA_CACHE_DIR`` or `eldr_sim.cache`.
-    ``inlined``: only compiled code calls it: less time; ``restrict``: what it writes overlaps no
-    other array; ``options``: of ``numba.njit`` but ``cache``."""
+    """Compile a function with ``numba.njit`` and keep the machine code on disk.
+
+    Args:
+        inlined: only compiled code calls the function, which takes less time to compile.
+        restrict: what the function writes overlaps no other array.
+        options: options of ``numba.njit`` except ``cache``.
+
+    Returns:
+        The decorator. Machine code is kept in ``NUMBA_CACHE_DIR``, or else in `eldr_sim.cache`.
+    """
     if inlined:
         only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         kind = RestrictedCompiler if restrict else InlinedCompiler

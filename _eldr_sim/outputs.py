@@ -34,9 +34,14 @@ def _move(temporary: Path, out: Path) -> None:
 
 @contextmanager
 def keeping(say: Callable[[], str]) -> Iterator[None]:
-    """Add a note to whatever interrupts the block: what is kept and how to continue.
+    """Add a note to whatever interrupts the block.
 
-    ``say``: returns the note, or nothing; called after the interruption."""
+    Args:
+        say: called after the interruption; returns what is kept and how to continue, or nothing.
+
+    Yields:
+        None.
+    """
     try:
         yield
     except BaseException as error:
@@ -47,9 +52,18 @@ def keeping(say: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
-    """Yield a temporary file, readable by all, that replaces ``out`` when the block ends well;
-    folders are made. Raises InputError, naming ``field``, if it cannot be written, or the disk is
-    full."""
+    """Write a file completely or not at all.
+
+    Args:
+        out: the file to replace; its folders are created.
+        field: the option that named it, for errors.
+
+    Yields:
+        A temporary file, readable by all users, that replaces ``out`` when the block succeeds.
+
+    Raises:
+        InputError: ``out`` cannot be written, or the disk is full.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
@@ -71,8 +85,18 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``out`` when the block ends well; folders above are
-    made. Raises InputError, naming ``field``, if it cannot be written, or the disk is full."""
+    """Write a folder completely or not at all.
+
+    Args:
+        out: the folder to replace; folders above it are created.
+        field: the option that named it, for errors.
+
+    Yields:
+        A temporary folder that replaces ``out`` when the block succeeds.
+
+    Raises:
+        InputError: ``out`` cannot be written, or the disk is full.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -110,7 +134,12 @@ def _named(out: Path, temporary: Path, field: str) -> Iterator[None]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of equal keys, at least one, as CSV."""
+    """Write rows as CSV.
+
+    Args:
+        path: the file.
+        rows: one or more mappings with equal keys, which become the header.
+    """
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -118,6 +147,14 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Return the lines of a Markdown table.
+
+    Args:
+        columns: headings.
+        rows: cells of each row.
+
+    Returns:
+        Lines without line ends.
+    """
     head, *lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, *rows)]
     return [head, "|" + "---|" * len(columns), *lines]

@@ -25,8 +25,18 @@ def text_errors() -> Iterator[None]:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file; raises OSError, ``pyarrow.ArrowException`` or InputError (no file, too
-    large)."""
+    """Read a Parquet file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The table, all columns.
+
+    Raises:
+        InputError: the file does not exist or is too large.
+        OSError: the file cannot be read; also ``pyarrow.ArrowException``.
+    """
     with text_errors(), pq.ParquetFile(regular_file(path, str(path))) as file:
         limit, about = array_limit(), file.metadata
         fixed, longest = _sizes(about)
@@ -78,7 +88,17 @@ def _sizes(about: pq.FileMetaData) -> tuple[int, int]:
 
 
 def numbers(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return a column of numbers without nulls as an array; text raises InputError if damaged."""
+    """Return a column of numbers without nulls as an array.
+
+    Args:
+        column: the Arrow column.
+
+    Returns:
+        ``[rows]``.
+
+    Raises:
+        InputError: the column holds damaged text.
+    """
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         try:
             return np.array(column.to_pylist())
@@ -89,7 +109,16 @@ def numbers(column: pa.ChunkedArray) -> NDArray[Any]:
 
 
 def column(values: NDArray[Any], kind: str | None = None, null: Any = None) -> pa.Array:
-    """Return numbers or truth values as a column, as ``pa.array(values, kind, mask=null)`` does."""
+    """Return an Arrow column of numbers or truth values.
+
+    Args:
+        values: ``[rows]``.
+        kind: Arrow type; None: that of ``values``.
+        null: bool ``[rows]``, true where the value is null; None: nowhere.
+
+    Returns:
+        The same as ``pa.array(values, kind, mask=null)``.
+    """
     values = np.ascontiguousarray(values, kind)
     is_bool = values.dtype == np.bool_
     data = np.packbits(values, bitorder="little") if is_bool else values
@@ -99,7 +128,15 @@ def column(values: NDArray[Any], kind: str | None = None, null: Any = None) -> p
 
 
 def texts(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
-    """Return the texts that codes stand for as a column."""
+    """Return a text column from codes.
+
+    Args:
+        names: text of each code.
+        codes: ``[rows]``.
+
+    Returns:
+        The column.
+    """
     data = [name.encode() for name in names]
     lengths = np.array([len(text) for text in data], np.int32)
     ends = np.zeros(len(codes) + 1, np.int32)

@@ -243,12 +243,20 @@ def run(
 ) -> Run:
     """Simulate one cluster, as ``eldr-sim run`` does.
 
-    ``config``: what options override; None: the defaults; ``progress``: whether to show how far it
-    is; None: on a terminal and in a notebook; ``backend``: ``simpy`` runs the model as SimPy
-    processes, with ``workers`` in place of a pool's (``{"decode": MyDecoder}``,
-    docs/engines.md); ``options``: those of the command; a mapping for the
-    workers of a pool (``decode={"gpu": "H200"}``) and for a policy (``policy={"name": "eldr",
-    "tau": 0.2}``). Raises InputError if anything does not exist or does not fit together.
+    Args:
+        config: what ``options`` override; None: the defaults.
+        progress: whether to show progress; None: on a terminal and in a notebook.
+        backend: ``compiled``, ``simpy`` (the model as SimPy processes) or ``vllm``.
+        workers: for ``simpy``, classes in place of a pool's workers, such as
+            ``{"decode": MyDecoder}`` (docs/engines.md).
+        options: options of the command; a mapping sets fields of a pool
+            (``decode={"gpu": "H200"}``) or of a policy (``policy={"name": "eldr", "tau": 0.2}``).
+
+    Returns:
+        The run: ``summary``, ``frame`` (a row per request), ``steps_frame``.
+
+    Raises:
+        InputError: something does not exist or does not fit together.
 
     Examples
     --------

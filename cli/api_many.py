@@ -85,9 +85,17 @@ def compare(
 ) -> Comparison | WhatIf:
     """Run policies over the same requests, paired over seeds, as ``eldr-sim compare`` does.
 
-    Parameters and errors are those of `run`, with the command's own: ``policy``, ``seeds``,
-    ``jobs``. Lists of ``topology``, ``model`` or ``gpu``, and ``vary``, compare these values
-    instead: a `WhatIf`.
+    Args:
+        config: what ``options`` override; None: the defaults.
+        progress: whether to show progress; None: on a terminal and in a notebook.
+        options: options of the command: ``policy``, ``seeds``, ``jobs`` and those of `run`. Lists
+            of ``topology``, ``model`` or ``gpu``, and ``vary``, compare these values instead.
+
+    Returns:
+        A `Comparison` of policies, or a `WhatIf` of other values.
+
+    Raises:
+        InputError: something does not exist or does not fit together.
 
     Examples
     --------
@@ -114,8 +122,17 @@ def compare(
 def plan(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Plan:
     """Find the cheapest cluster for an SLO, or what a cluster carries, as ``eldr-sim plan`` does.
 
-    Parameters and errors are those of `run`, with the command's own: ``slo``, ``gpu``, ``policy``,
-    ``max_gpus``, ``gpus``, ``topology``, ``price``, ``attainment``, ``seeds``, ...
+    Args:
+        config: what ``options`` override; None: the defaults.
+        progress: whether to show progress; None: on a terminal and in a notebook.
+        options: options of the command (``slo``, ``attainment``, ``gpu``, ``policy``, ``max_gpus``,
+            ``gpus``, ``topology``, ``price``, ``seeds``, ...) and those of `run`.
+
+    Returns:
+        The answer and the runs behind it: ``best``, ``frame`` (a row per cluster).
+
+    Raises:
+        InputError: something does not exist or does not fit together.
 
     Examples
     --------
@@ -136,6 +153,20 @@ def what_if(
     progress: bool | None = None,
 ) -> WhatIf:
     """Change one thing at a time in a run, paired over seeds, as ``eldr-sim what-if`` does.
+
+    Args:
+        config: the run to change.
+        changes: such as ``decode.gpu=h200`` or ``policy=eldr``.
+        seeds: number of seeds.
+        together: whether to run all changes together as well.
+        jobs: number of processes; None: one for each core.
+        progress: whether to show progress; None: on a terminal and in a notebook.
+
+    Returns:
+        Effects with intervals: ``frame`` (a row per change and metric).
+
+    Raises:
+        InputError: a change is invalid, or does not fit the run.
 
     Examples
     --------

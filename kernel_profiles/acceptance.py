@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
-from eldr_sim.kernel_profiles.models import shipped_json
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 
 _FIELD = "speculative_config.acceptance"
 _SAMPLE = re.compile(r"(?:vllm|sglang):(spec_\w+?)(?:_total)?(?:\{(.*)\})?\s+([-+.\deE]+)\s*$")

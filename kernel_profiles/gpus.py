@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
-from eldr_sim.kernel_profiles.models import shipped_json
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 
 _UNSAID = "the user's gpu.json, which names no source"
 
@@ -104,7 +104,11 @@ def _registry() -> dict[str, GPU]:
 
 
 def list_gpus() -> list[str]:
-    """Names of the GPUs that ship with the package."""
+    """Return the names of the GPUs that ship with the package.
+
+    Returns:
+        Names, sorted.
+    """
     return list(_registry())
 
 
@@ -160,8 +164,18 @@ def _named(name: str) -> GPU | None:
 
 
 def load_gpu(name: str | os.PathLike[str]) -> GPU:
-    """Find a GPU by its name as drivers, clouds and data sheets write it, or by the path of a
-    ``gpu.json`` or its folder. Raises InputError: no such GPU, or no readable description."""
+    """Return the description of a GPU.
+
+    Args:
+        name: the name that drivers, clouds or data sheets use, or the path of a ``gpu.json`` or of
+            its folder.
+
+    Returns:
+        Rates, memory and links of the GPU.
+
+    Raises:
+        InputError: no GPU has this name, or the description cannot be read.
+    """
     gpu = _named(os.fspath(name))
     if gpu is not None:
         return gpu

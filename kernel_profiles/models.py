@@ -1,13 +1,11 @@
 """Dimensions of models, MoE or dense (``data/models.json`` with sources), and the counts that
 follow from them, so that a ``config.json`` alone gets the same treatment."""
 
-import json
 import math
 import os
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,14 +13,14 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles import checkpoints
 from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
 from eldr_sim.kernel_profiles.model_names import matching, nearest
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 
 KVDtype = Literal["bfloat16", "fp8"]
 #: How weights are stored. ``int4`` and ``int8_wo`` are widened to bfloat16 before they are
 #: multiplied (GPTQ, AWQ), ``nvfp4_wo`` likewise; ``int8`` multiplies in INT8 (W8A8).
 WeightDtype = Literal[
     "bfloat16", "fp8", "fp8_block", "mxfp4", "mxfp8", "int4", "int4_g64", "int4_g128",
-    "int8", "int8_wo",
-    "nvfp4", "nvfp4_wo",
+    "int8", "int8_wo", "nvfp4", "nvfp4_wo",
 ]  # fmt: skip
 #: What a matrix is part of: attention, linear attention, or a dense or shared MLP.
 MatrixPart = Literal["attention", "state", "mlp"]
@@ -554,11 +552,6 @@ def is_fp8(dtype: str) -> bool:
     return dtype in ("fp8", "fp8_block", "mxfp8", "int8")
 
 
-def shipped_json(name: str) -> Any:
-    """Read ``data/NAME.json`` of this package."""
-    return json.loads(resources.files(__package__).joinpath(f"data/{name}.json").read_text())
-
-
 @lru_cache(maxsize=1)
 def _registry() -> dict[str, ModelDims]:
     return {entry["name"]: ModelDims(**entry) for entry in shipped_json("models")["models"]}
@@ -587,9 +580,18 @@ def _checkpoint(name: str) -> ModelDims | None:
 
 
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
-    """Dimensions of a shipped model, by its name or Hugging Face id (`model_names`), or of a
-    ``config.json`` on disk or its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
-    Raises InputError: neither a known name nor a readable configuration."""
+    """Return the dimensions of a model.
+
+    Args:
+        name: a preset, a Hugging Face id (`model_names`), or the path of a ``config.json`` or of
+            its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
+
+    Returns:
+        Dimensions and data types of all parts of the model.
+
+    Raises:
+        InputError: ``name`` is neither a known model nor a readable configuration.
+    """
     path, registry = Path(name), _registry()
     # A file is a configuration, and so is a folder that has one, whatever they are called.
     on_disk = path.is_file() or (path / "config.json").is_file()

@@ -53,7 +53,14 @@ def is_below(values: Sequence[float | None], reference: Sequence[float | None]) 
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean over the seeds that have a value; None if none has."""
+    """Return the mean of the values that are known.
+
+    Args:
+        values: one value for each seed, None where a run has none.
+
+    Returns:
+        The mean, or None if no value is known.
+    """
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 

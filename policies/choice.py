@@ -91,10 +91,20 @@ class Choice(NamedTuple):
 
 
 def parse(value: object, field: str) -> Choice:
-    """Read a choice from a word or a mapping; raises InputError, naming ``field``.
+    """Read a policy and its parameters from a word or a mapping.
 
-    A class in a file is named ``./mine.py:Class``, or with parameters ``./mine.py:Class:n=3``. In a
-    word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``."""
+    Args:
+        value: such as ``eldr:tau=0.2``, ``{"name": "eldr", "tau": 0.2}``, or a class in a file,
+            ``./mine.py:Class`` or ``./mine.py:Class:n=3``. In a word, a part without ``=``
+            continues the value before it: ``eldr:layer_mask=0,3,5``.
+        field: the field of the configuration, for errors.
+
+    Returns:
+        Name and parameters, not yet checked against the policy.
+
+    Raises:
+        InputError: ``value`` has neither form.
+    """
     if isinstance(value, Mapping):
         given = dict(value)
         name = given.pop("name", None)
@@ -122,8 +132,15 @@ def parse(value: object, field: str) -> Choice:
 
 
 def split(text: str) -> list[str]:
-    """Return the choices of a list such as ``jsq,eldr:tau=0.2,layer_mask=0,3``: a part that gives a
-    parameter or begins with a digit belongs to the policy before it."""
+    """Return the policies of a comma-separated list.
+
+    Args:
+        text: such as ``jsq,eldr:tau=0.2,layer_mask=0,3``. A part that gives a parameter or begins
+            with a digit belongs to the policy before it.
+
+    Returns:
+        A word for each policy.
+    """
     choices: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         head = part.partition(":")[0]

@@ -91,13 +91,35 @@ def autoscaler(choice: object, context: PolicyContext) -> Autoscaler:
 
 
 def canonical(decision: str, choice: object) -> str:
-    """Return the one word for a `choice`; raises InputError as building the policy would."""
+    """Return the canonical word for a policy and its parameters.
+
+    Args:
+        decision: what the policy decides, such as ``router``.
+        choice: a policy in any spelling (`choice.parse`).
+
+    Returns:
+        Such as ``eldr:tau=0.2``.
+
+    Raises:
+        InputError: the policy cannot be built from ``choice``.
+    """
     found, own = _resolve(decision, choice)
     return spell(found.name, own)
 
 
 def parameters(decision: str, choice: object) -> Parameters:
-    """Return all parameters of a `choice`; raises InputError as building the policy would."""
+    """Return all parameters of a policy.
+
+    Args:
+        decision: what the policy decides, such as ``router``.
+        choice: a policy in any spelling (`choice.parse`).
+
+    Returns:
+        The given parameters and the defaults of the others.
+
+    Raises:
+        InputError: the policy cannot be built from ``choice``.
+    """
     return _resolve(decision, choice)[1]
 
 
@@ -125,7 +147,18 @@ def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
 
 
 def needs(field: str, choice: object) -> Needs:
-    """Return what the policy of a field of a configuration needs; raises InputError."""
+    """Return what a policy needs from the simulator.
+
+    Args:
+        field: field of the configuration, such as ``policy``.
+        choice: its value.
+
+    Returns:
+        The needs that the policy's class declares.
+
+    Raises:
+        InputError: no such policy exists, or its parameters are invalid.
+    """
     return find(DECISION_OF[field], parse(choice, field).name).needs
 
 

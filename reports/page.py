@@ -59,10 +59,17 @@ def report(folders: Sequence[AnyPath]) -> str:
 
 
 def write_report(folders: Sequence[AnyPath], out: AnyPath, *, force: bool = False) -> None:
-    """Write a report, whole or not at all.
+    """Write an HTML report of one or more result folders, completely or not at all.
 
-    Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or
-    cannot be written."""
+    Args:
+        folders: results of ``run``, ``compare``, ``plan``, ``sweep`` or ``what-if``.
+        out: the file to write.
+        force: whether to replace ``out``.
+
+    Raises:
+        InputError: a folder is not a result, or ``out`` exists without ``force`` or cannot be
+            written.
+    """
     out = Path(out)
     if out.is_dir():
         raise InputError("out", f"{out} is a folder", "a file, such as report.html")

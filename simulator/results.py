@@ -46,7 +46,20 @@ def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
 def result_folder(
     out: Path, force: bool, marker: str = MARKER, extras: Sequence[Extra] = ()
 ) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``out`` (`check_output`), ``extras`` written."""
+    """Write a result folder completely or not at all.
+
+    Args:
+        out: the folder.
+        force: whether to replace a folder that holds a result.
+        marker: file that identifies a result folder.
+        extras: functions that write further files into the folder.
+
+    Yields:
+        A temporary folder that becomes ``out`` when the block succeeds.
+
+    Raises:
+        InputError: ``out`` exists and may not be replaced (`check_output`), or cannot be written.
+    """
     check_output(out, force, marker)
     with whole_folder(out) as folder:
         yield folder
@@ -86,7 +99,17 @@ def write_result(
     force: bool = False,
     extras: Sequence[Extra] = (),
 ) -> None:
-    """Write a run's four files into a folder, whole or not at all (`check_output`)."""
+    """Write the four files of a run into a folder, completely or not at all.
+
+    Args:
+        result: the run.
+        out: the folder.
+        force: whether to replace a result (`check_output`).
+        extras: functions that write further files into the folder.
+
+    Raises:
+        InputError: ``out`` exists and may not be replaced, or cannot be written.
+    """
     with result_folder(Path(out), force, extras=extras) as folder:
         write_json(folder / MARKER, result.summary)
         write_json(folder / "config.json", portable(result.config, out))
@@ -95,7 +118,12 @@ def write_result(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON; infinite rates are the string ``inf``, as vLLM writes them."""
+    """Write indented JSON; infinite rates become the string ``inf``, as vLLM writes them.
+
+    Args:
+        path: the file.
+        value: what JSON can hold.
+    """
     path.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -96,12 +96,21 @@ def simulate(
     backend: Backend = "compiled",
     workers: Mapping[str, type[Any]] | None = None,
 ) -> Result:
-    """Run one configuration; raises InputError if something in it does not exist or fit.
+    """Run one configuration.
 
-    ``progress``: called with the share of measured requests that have ended, 0 to 1; ``backend``:
-    ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm``, the reference model
-    with the installed vLLM's scheduler in each worker; ``workers``: for ``simpy``, the class of a
-    pool's workers, by the pool's name (docs/engines.md)."""
+    Args:
+        config: the run.
+        progress: called with the share of measured requests that have ended, 0 to 1.
+        backend: ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm``, the
+            reference model with the installed vLLM's scheduler in each worker.
+        workers: for ``simpy``, the class of a pool's workers by the pool's name (docs/engines.md).
+
+    Returns:
+        Summary, requests and steps.
+
+    Raises:
+        InputError: something in the configuration does not exist or does not fit.
+    """
     return result_of(config, *_run(config, progress, backend, workers), backend=backend)
 
 
@@ -251,7 +260,17 @@ def offered_load(
 
 
 def load_of(config: RunConfig) -> tuple[Workload, tuple[float, float]]:
-    """Return `offered_load` of a configuration by itself."""
+    """Return the requests that a configuration offers.
+
+    Args:
+        config: the run.
+
+    Returns:
+        The workload, and begin and end of the measured window, s.
+
+    Raises:
+        InputError: the workload does not exist or does not fit the trace.
+    """
     return offered_load(config, trace_of(config, load_model(config.engine.model)))
 
 

@@ -30,7 +30,16 @@ def _curve_s(knots: Any, seconds: Any, sent: float) -> float:
 
 @njit()
 def dispatch_s(cost: AllToAllCost, inside: float, between: float) -> float:
-    """Return the time of one layer's dispatch, s, by the busiest rank's copies."""
+    """Return the time of one layer's dispatch.
+
+    Args:
+        cost: rates of the exchange.
+        inside: token copies of the busiest rank within its node.
+        between: its token copies between nodes.
+
+    Returns:
+        Seconds.
+    """
     near = _curve_s(cost.dispatch_knots, cost.dispatch_s, cost.dispatch_bytes * inside)
     far = 0.0
     if between > 0:
@@ -40,7 +49,16 @@ def dispatch_s(cost: AllToAllCost, inside: float, between: float) -> float:
 
 @njit()
 def combine_s(cost: AllToAllCost, inside: float, between: float) -> float:
-    """Return the time of one layer's combine, s, by the busiest rank's copies."""
+    """Return the time of one layer's combine.
+
+    Args:
+        cost: rates of the exchange.
+        inside: token copies of the busiest rank within its node.
+        between: its token copies between nodes.
+
+    Returns:
+        Seconds.
+    """
     near = _curve_s(cost.combine_knots, cost.combine_s, cost.combine_bytes * inside)
     far = 0.0
     if between > 0:

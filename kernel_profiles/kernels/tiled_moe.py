@@ -24,8 +24,9 @@ from numpy.typing import ArrayLike
 
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
-from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.rounding import each
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 
 
 class Tile(NamedTuple):

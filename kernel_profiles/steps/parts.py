@@ -20,8 +20,9 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
-from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype, shipped_json
+from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import Engine
 

@@ -30,7 +30,14 @@ class StepParts(NamedTuple):
 
 @njit()
 def total_s(parts: StepParts) -> float:
-    """Return the seconds of a step."""
+    """Return the time of a step.
+
+    Args:
+        parts: seconds by component.
+
+    Returns:
+        Seconds.
+    """
     fixed = parts.dense + parts.collectives + parts.host + parts.head
     own = fixed + parts.moe + parts.attention
     return float(own + parts.dispatch + parts.combine + parts.choice)
@@ -54,9 +61,17 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
 
 @njit()
 def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) -> float:
-    """Return the time of one MoE layer on one rank, s. ``pairs``: token-expert pairs it computes;
-    beyond the table its last slope; ``activated``: its experts that have any, interpolated, its
-    slots at most; ``prompts``: whether the step holds prompts."""
+    """Return the time of one MoE layer on one rank.
+
+    Args:
+        layer: table of the layer.
+        pairs: token-expert pairs that the rank computes; beyond the table its last slope continues.
+        activated: experts of the rank that have tokens, interpolated, at most its slots.
+        prompts: whether the step holds prompts.
+
+    Returns:
+        Seconds.
+    """
     row = pairs / layer.top_k
     rows = layer.rows
     low, high = 0, rows.shape[0] - 1
@@ -106,7 +121,18 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any) -> float:
 
 @njit()
 def attention_s(cost: StepCost, sequences: int, context: float, first: Any, count: Any) -> float:
-    """Return the attention time of a step, s; see `step_parts`."""
+    """Return the attention time of a step.
+
+    Args:
+        cost: tables of the engine.
+        sequences: number of sequences that decode.
+        context: tokens that they attend to.
+        first: int64 ``[chunks]``, cached tokens before each prompt chunk.
+        count: int64 ``[chunks]``, new tokens of each prompt chunk.
+
+    Returns:
+        Seconds.
+    """
     attention = 0.0
     if sequences > 0:
         attention += decode_attention_s(cost, sequences, context)
@@ -127,13 +153,24 @@ def step_parts(
     activated: Any,
     uniform: bool,
 ) -> StepParts:
-    """Return the time of one step by component.
+    """Return the time of one engine step by component.
 
-    ``sequences``, ``tokens``, ``context``: that decode, their tokens in this step, and those that
-    these attend to, themselves included; ``first``, ``count``: int64 ``[chunks]``, cached and new;
-    ``rows``: of lm_head; ``activated``: experts of each MoE layer on its busiest rank; fewer layers
-    stand for all in equal parts; ``uniform``: chunks' experts are not known: expect uniform routing
-    of all tokens."""
+    Args:
+        cost: tables of the engine.
+        sequences: number of sequences that decode.
+        tokens: tokens of these sequences in this step.
+        context: tokens that these attend to, themselves included.
+        first: int64 ``[chunks]``, cached tokens before each prompt chunk.
+        count: int64 ``[chunks]``, new tokens of each prompt chunk.
+        rows: rows of lm_head.
+        activated: experts of each MoE layer on its busiest rank; fewer layers stand for all in
+            equal parts.
+        uniform: whether the experts of the chunks are unknown; uniform routing of all tokens is
+            then expected.
+
+    Returns:
+        Seconds by component.
+    """
     n_chunks, chunk_tokens = count.shape[0], 0
     for i in range(n_chunks):
         chunk_tokens += count[i]
@@ -153,7 +190,17 @@ def step_parts(
 
 @njit()
 def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool) -> float:
-    """Return how long a step's ``kernels_s`` wait for the host, which without graphs launches the
-    next kernel while the last runs, s."""
+    """Return how long the kernels of a step wait for the host.
+
+    Without CUDA graphs the host launches the next kernel while the last one runs.
+
+    Args:
+        cost: tables of the engine.
+        kernels_s: time of the kernels alone, s.
+        prompts: whether the step holds prompts.
+
+    Returns:
+        Seconds.
+    """
     launch_s = cost.prompt_launch_s if prompts else cost.launch_s
     return float(max(launch_s - kernels_s, 0.0))

@@ -184,25 +184,41 @@ def build_step_time_model(
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
-    Raises InputError: unknown names, sizes out of range, or a model that cannot be spread so.
+    Args:
+        model: dimensions, or a name for :func:`load_model`.
+        gpu: description, or a name for :func:`load_gpu`.
+        max_num_seqs: sequences of a decode step.
+        max_model_len: tokens of a sequence, prompt and output.
+        max_num_batched_tokens: prefill steps up to this number of tokens are tabulated; larger ones
+            continue with the slope of the upper half.
+        parallelism: how the model is spread over the worker's GPUs.
+        host_gap_s: engine time of a step, s; None takes
+            :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`.
+        cudagraph_padding: what the padding rows of CUDA graphs compute, see
+            :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
+        enforce_eager: run without graphs: a step takes no less than the host needs to launch its
+            kernels, and nothing is padded.
+        eager_prompts: steps that compute prompts run without graphs, where the host of the GPU is
+            known.
+        moe_backend: kernel that computes the experts; ``auto``: the newest measured one.
+        engine: engine and version that measured kernels must come from.
+        tables: the user's tables, which take precedence over the shipped ones. One of kind
+            ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
+        linears: (out, in features) of matrices that a step's tokens pass besides the model's.
+        tokens_per_sequence: most tokens that a step computes for a decoding sequence; more than one
+            where it verifies drafts.
+        share_missing: warn of parts without a table, with their share of a step and the command
+            that brings one.
+        named: name of the model in that command.
+        import_helps: False where the packages of tables were searched already.
+        calibration: factors from a user's own runs.
 
-    ``model``, ``gpu``: dimensions, or names for :func:`load_model` and :func:`load_gpu`;
-    ``max_num_seqs``: sequences of a decode step; ``max_model_len``: tokens of a sequence, prompt
-    and output; ``max_num_batched_tokens``: prefill steps up to this many tokens are tabulated;
-    larger ones go on with the slope of the upper half; ``host_gap_s``: engine time of a step; None
-    takes :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`; ``cudagraph_padding``: what the
-    padding rows of CUDA graphs compute, see :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`;
-    ``enforce_eager``: run without graphs: a step takes no less than the host needs to launch its
-    kernels, and nothing is padded; ``eager_prompts``: steps that compute prompts run so, where the
-    host of the GPU is known; ``moe_backend``: whose kernel computes the experts; the newest
-    that was measured when ``auto``; ``tables``: the user's own, which take precedence over the
-    shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host
-    gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
-    the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
-    decodes: more than one where it verifies drafts; ``share_missing``: warn of parts without a
-    table, with their share of a step and the command that brings one; ``named``: how that names
-    the model; ``import_helps``: False where the packages of tables were searched already;
-    ``calibration``: factors of a user's own runs."""
+    Returns:
+        The times, with the provenance of each part.
+
+    Raises:
+        InputError: a name is unknown, a size is out of range, or the model cannot be spread so.
+    """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     for name, value in (

@@ -230,8 +230,17 @@ def load_table(path: AnyPath) -> LatencyTable:
 
 
 def load_tables(folder: AnyPath | None) -> tuple[LatencyTable, ...]:
-    """Load the latency tables of a user's folder, if given; InputError as `load_table`, or if
-    none."""
+    """Load the latency tables of a user's folder.
+
+    Args:
+        folder: the folder; None: no tables.
+
+    Returns:
+        The tables.
+
+    Raises:
+        InputError: the folder has no table, or one is invalid (`load_table`).
+    """
     if folder is None:
         return ()
     paths = sorted(Path(folder).glob("*.parquet"))
@@ -428,7 +437,14 @@ _LETTERS = {
 
 
 def table_name(metadata: TableMetadata) -> str:
-    """File name of a table: GPU, kind, shape, dtype and framework."""
+    """Return the file name of a latency table.
+
+    Args:
+        metadata: of the table.
+
+    Returns:
+        GPU, kind, shape, data type and framework, joined.
+    """
     shape = [f"{_LETTERS[name]}{value}" for name, value in metadata.shape.items()]
     parts = [metadata.gpu, metadata.kind, *shape, metadata.dtype, metadata.framework]
     return "_".join(parts).lower().replace(" ", "-").replace("/", "-") + ".parquet"

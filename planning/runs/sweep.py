@@ -81,10 +81,22 @@ def sweep(
 ) -> SweepResult:
     """Run all points of a sweep; a failed run is a row with its reason.
 
-    Raises InputError if the sweep, one of its points or the folder is not valid. ``spec``: a
-    YAML file or its content; ``out``: its folder, None: nothing is written; ``resume``:
-    continue it; ``force``: replace a sweep that it holds; ``progress``: called at the start and
-    after each run."""
+    Args:
+        spec: a YAML file or its content.
+        out: folder for the results; None: nothing is written.
+        resume: continue the sweep in ``out``.
+        force: replace the sweep in ``out``.
+        jobs: number of processes; None: one for each core.
+        backend: ``joblib`` or ``ray``.
+        address: of a Ray cluster.
+        progress: called at the start and after each run.
+
+    Returns:
+        A row for each run, with figures or the reason of failure.
+
+    Raises:
+        InputError: the sweep, one of its points or the folder is invalid.
+    """
     if isinstance(spec, str | os.PathLike):
         spec = read_spec(spec)
     elif not isinstance(spec, SweepSpec):

@@ -61,10 +61,18 @@ def unit_rows(rows: Array) -> Floats:
 
 
 def idf_weights(counts: Array) -> Floats:
-    """Inverse document frequency of experts, [L, E], of ``counts`` [n, L, E]: ``log((|C| + 1) /
-    (df(l, e) + 1))`` with ``df`` the requests in which an expert fires (ELDR Sec. 4.2.2, step 2).
+    """Return the inverse document frequency of experts.
 
-    Rounded to 1e-9, for logarithms differ in the last bit between machines."""
+    Source: ELDR Sec. 4.2.2, step 2: ``log((|C| + 1) / (df(l, e) + 1))``, with ``df`` the number of
+    requests that activate an expert.
+
+    Args:
+        counts: ``[requests, layers, experts]``.
+
+    Returns:
+        ``[layers, experts]``, rounded to 1e-9 because logarithms differ in the last bit between
+        machines.
+    """
     df = np.count_nonzero(counts, axis=0)
     return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
 

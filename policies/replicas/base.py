@@ -183,7 +183,14 @@ def _hash(tokens_home: Ints) -> Ints:
 
 
 def place_among_equals(values: Ints) -> Ints:
-    """Return how many equal values stand before each one."""
+    """Return the number of equal values before each value.
+
+    Args:
+        values: ``[n]``.
+
+    Returns:
+        ``[n]``.
+    """
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])

@@ -63,7 +63,14 @@ class Shown(ABC):
 
 
 def number(value: Any) -> str:
-    """Return a figure as text: numbers with four digits, ``-`` for None."""
+    """Return a figure as text.
+
+    Args:
+        value: a number, text or None.
+
+    Returns:
+        Numbers with four significant digits, ``-`` for None.
+    """
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -136,7 +143,14 @@ def unit(tag: str) -> str:
 
 
 def label(tag: str) -> str:
-    """Return heading and unit as vLLM prints them, such as ``P99 TPOT (ms)``."""
+    """Return heading and unit of a figure as vLLM prints them.
+
+    Args:
+        tag: name of the figure, such as ``p99_tpot_ms``.
+
+    Returns:
+        Such as ``P99 TPOT (ms)``.
+    """
     metric = METRICS[tag]
     return f"{metric.heading} ({metric.unit})" if metric.unit else metric.heading
 

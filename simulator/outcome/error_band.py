@@ -183,7 +183,14 @@ def _held(band: Mapping[str, Any]) -> str:
 
 
 def one_line(band: Mapping[str, Any]) -> str:
-    """Return a band in a sentence, as factors of the predictions."""
+    """Return an error band as a sentence.
+
+    Args:
+        band: factors of the predictions by metric, with their basis.
+
+    Returns:
+        The sentence, such as ``80% of runs lie within TPOT 0.9 to 1.3 times ...``.
+    """
     parts = []
     for metric in METRICS:
         if metric in band:

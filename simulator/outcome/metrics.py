@@ -308,7 +308,14 @@ def table_warnings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def warnings_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return what a reader of a summary's figures must know, a line each."""
+    """Return what a reader of a summary's figures must know.
+
+    Args:
+        summary: content of ``summary.json``.
+
+    Returns:
+        A sentence for each warning.
+    """
     warnings = table_warnings(summary)
     warnings += summary.get("trace_warnings", [])  # older results have none, nor what follows
     warnings += summary.get("without_effect", [])

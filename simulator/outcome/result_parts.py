@@ -36,7 +36,14 @@ class Part(NamedTuple):
 
 
 def parts_of(summary: Summary) -> list[Part]:
-    """Return the parts of a run's summary that it has, in the order in which they are read."""
+    """Return the parts of a run's summary, in reading order.
+
+    Args:
+        summary: content of ``summary.json``.
+
+    Returns:
+        The parts that this summary has.
+    """
     alone = summary["policy"] is None  # requests end with their prompts
     parts = [Part("Run", tuple(_run(summary, alone)))]
     if sessions := summary.get("sessions"):

@@ -60,9 +60,18 @@ class RoutingNeeded(Exception):
 def prepare(
     config: RunConfig, check: Callable[[PreparedRun], None] = lambda _prepared: None
 ) -> PreparedRun:
-    """Load model, GPU, tables and trace, kept for later runs, and check that they fit.
+    """Load model, GPU, tables and trace of a run, and check that they fit.
 
-    ``check``: called with all but the trace, before routing is drawn, which takes long."""
+    Args:
+        config: the run.
+        check: called with everything except the trace, before routing is drawn, which takes long.
+
+    Returns:
+        What the run needs, kept for later runs with the same inputs.
+
+    Raises:
+        InputError: a file or name does not exist, or the parts do not fit together.
+    """
     check_window(config.requests)
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":

@@ -23,8 +23,9 @@ from eldr_sim.kernel_profiles.kernels.tiled_moe import (
     weight_reads,
     workgroups,
 )
-from eldr_sim.kernel_profiles.models import load_model, shipped_json
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape

@@ -17,7 +17,16 @@ Ranges = tuple[tuple[int, int, int], ...]
 
 
 def clip_ranges(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the parts of ``ranges`` that lie in tokens ``start`` to ``stop``."""
+    """Return the parts of ``ranges`` within tokens ``start`` to ``stop``.
+
+    Args:
+        ranges: consecutive token ranges ``(text, start, stop)`` of a prompt.
+        start: first token of the prompt to keep.
+        stop: one past the last token to keep.
+
+    Returns:
+        The clipped ranges, in order.
+    """
     return [
         (request, max(first, start), min(last, stop))
         for request, first, last in ranges

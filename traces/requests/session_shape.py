@@ -90,7 +90,14 @@ _HISTORY = re.compile(r"all|(last|reset):([1-9]\d*)|no_reasoning:(0?\.\d+|0|1)")
 
 
 def rate_unit(workload: str) -> str:
-    """Return what a rate of a workload counts a second."""
+    """Return what the rate of a workload counts per second.
+
+    Args:
+        workload: name of the workload.
+
+    Returns:
+        ``sessions/s`` or ``requests/s``.
+    """
     return "sessions/s" if workload in PRESETS else "requests/s"
 
 

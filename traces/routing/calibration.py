@@ -99,17 +99,20 @@ def calibration_set(
     production meets such domains, too.
 
     Args:
-        trace: the recording, or what was drawn from one.
+        trace: a recorded or drawn trace.
         workload: a named workload, ``trace``, or a log.
-        domain_mix: weights of domains; the workload's when not given.
+        domain_mix: weights of domains; None: those of the workload.
         score: pick only requests with this gate score.
-        at_least: where there are fewer requests, each is cut into equal pieces, as few as reach
-            this number. A piece is a run of a request's tokens, divided into prompt and answer as
-            the request is.
+        at_least: if there are fewer requests, each is cut into the smallest number of equal pieces
+            that reaches this number. A piece is a run of a request's tokens, divided into prompt
+            and answer as the request is.
+
+    Returns:
+        Requests of the calibration split that an offline fit may use.
 
     Raises:
-        InputError: the mix is not valid, no domain of it has a calibration request, or one lacks
-            the gate scores.
+        InputError: the mix is invalid, no domain of it has a calibration request, or one lacks the
+            gate scores.
     """
     requests = calibration_requests(trace, workload, domain_mix, score)
     trace = trace.for_calibration

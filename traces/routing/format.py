@@ -241,11 +241,19 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
 def open_trace(
     path_or_name: str | os.PathLike[str] = REFERENCE_TRACE, *, verify_checksum: bool = True
 ) -> RoutingTrace:
-    """Open and validate a routing trace; raises InputError if anything about it is wrong.
+    """Open and validate a routing trace.
 
-    ``path_or_name``: of an embedded trace (`builtin_traces`), which wins over a folder, or a
-    folder; ``verify_checksum``: verify checksums and, of a plain file, every id; not for a trace
-    that was verified before."""
+    Args:
+        path_or_name: an embedded trace (`builtin_traces`), which takes precedence, or a folder.
+        verify_checksum: verify checksums and, of an uncompressed file, every id; pass False for a
+            trace that was verified before.
+
+    Returns:
+        The trace; its arrays are read when they are used.
+
+    Raises:
+        InputError: anything about the trace is invalid.
+    """
     path = folder_of(path_or_name)
     manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME

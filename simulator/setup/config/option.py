@@ -24,7 +24,15 @@ class Option:
 
 
 def option_of(name: str, field: FieldInfo) -> Option:
-    """Return the mark of a field, from its type and its declaration."""
+    """Return the mark of a field, from its type and its declaration.
+
+    Args:
+        name: name of the field.
+        field: its declaration.
+
+    Returns:
+        How the field is typed and shown.
+    """
     found = Option()
     for mark in [*_marks(field.annotation), *(m for m in field.metadata if isinstance(m, Option))]:
         given = {

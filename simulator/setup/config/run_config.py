@@ -239,7 +239,17 @@ def field_path(path: str) -> str:
 
 
 def make_config(values: dict[str, Any]) -> RunConfig:
-    """Build a configuration; raises InputError, naming the first field that is not valid."""
+    """Build a configuration from fields by name.
+
+    Args:
+        values: fields, each alone or within its group.
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        InputError: a field is not valid; the error names the first such field.
+    """
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -269,7 +279,16 @@ def _unknown(name: str) -> InputError:
 
 
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set a field by its dot path, such as ``decode.gpu``, in place; raises InputError."""
+    """Set a field in place by its dot path.
+
+    Args:
+        values: fields of a configuration.
+        path: such as ``decode.gpu``.
+        value: the new value.
+
+    Raises:
+        InputError: no field has this path.
+    """
     *above, name = _fields_of(path)
     for part in above:
         inner: Any = values.get(part) or {}

@@ -21,8 +21,12 @@ PATHS = (
 
 @cache
 def spellings() -> dict[str, str]:
-    """Return the path of a field by every way to name it, with underscores between words: alone,
-    within its group or pool, and by the aliases of its flag."""
+    """Return the path of each field by every way to name it.
+
+    Returns:
+        Paths by spelling, with underscores between words: alone, within its group or pool, and by
+        the aliases of its flag.
+    """
     found: dict[str, str] = {}
     for group, kind in GROUPS.items():
         for name, field in kind.model_fields.items():
