@@ -1,5 +1,4 @@
-"""Dimensions of models, MoE or dense (``data/models.json`` with sources), and the counts that
-follow from them, so that a ``config.json`` alone gets the same treatment."""
+"""Dimensions of models, MoE or dense (``data/models.json``, with sources), and derived counts."""
 
 import math
 import os
@@ -595,9 +594,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     path, registry = Path(name), _registry()
     # A file is a configuration, and so is a folder that has one, whatever they are called.
     on_disk = path.is_file() or (path / "config.json").is_file()
-    found = None if on_disk else matching(os.fspath(name), _spellings())
-    if found is not None:
-        return registry[found]
+    if not on_disk and (known := matching(os.fspath(name), _spellings())) is not None:
+        return registry[known]
     if not on_disk and (checkpoint := _checkpoint(os.fspath(name))) is not None:
         return checkpoint
     path = path / "config.json" if path.is_dir() else path
@@ -606,7 +604,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
             return ModelDims(**hf_fields(path))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "model"
+            where = ".".join(map(str, first["loc"])) or "model"
             raise InputError("model", f"{path}: {where}: {first['msg']}") from None
         except (TypeError, ArithmeticError) as error:
             raise InputError("model", f"{path}: a field cannot be: {error}") from None
