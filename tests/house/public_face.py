@@ -64,7 +64,7 @@ def result_folder() -> set[str]:
     """Return the files of a result folder, and the keys or columns of each."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "result"
-        eldr_sim.run(**RUN).write(folder)
+        eldr_sim.run(**RUN, backend="simpy").write(folder)
         lines = {path.name for path in folder.iterdir()}
         for name in ("summary.json", "config.json"):
             document = json.loads((folder / name).read_text(encoding="utf-8"))
