@@ -22,7 +22,7 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.placement.eplb import balance
 from eldr_sim.policies.replicas.base import ChoiceByCount
 from eldr_sim.policies.replicas.metro import MetroParameters
-from eldr_sim.traces.routing.imports.counters import Counters
+from eldr_sim.traces.routing.counters import Counters
 
 _DRAWN = 8  #: steps drawn of each layer
 _LAYERS = 16  #: layers of which steps are drawn; the others are taken as these are

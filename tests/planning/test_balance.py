@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.planning.balance import examine
-from eldr_sim.traces.routing.imports.counters import Counters
+from eldr_sim.traces.routing.counters import Counters
 
 RANKS, EXPERTS = 8, 128
 

@@ -8,15 +8,15 @@ are ranks, CSV files, and the lines on balancedness in the logs of vLLM's EPLB a
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import array_limit, parse_json, read_text, within
+from eldr_sim.traces.routing.counters import Counters, CountOf
 from eldr_sim.traces.routing.imports.dumps import is_torch_file, load_tensors
 
 FORMATS = (
@@ -25,7 +25,7 @@ FORMATS = (
     "or a log with vLLM's 'EPLB step' or SGLang's '[Expert Balancedness]' lines"
 )
 _LAYER = ("layer", "layer_id", "layer_idx")
-_OF: dict[Literal["experts", "ranks"], tuple[str, ...]] = {
+_OF: dict[CountOf, tuple[str, ...]] = {
     "experts": ("expert", "expert_id", "expert_idx", "logical_expert"),
     "ranks": ("rank", "ep_rank", "gpu_rank", "gpu"),
 }
@@ -33,18 +33,6 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _VLLM = re.compile(r"avg_tokens=([\d.]+), max_tokens=([\d.]+)")
 _SGLANG = re.compile(r"current_pass_balancedness=([\d.]+)")
-
-
-@dataclass(frozen=True, eq=False)
-class Counters:
-    """Loads by window of time, oldest first."""
-
-    #: float64 [windows, layers, experts or ranks]: token-expert pairs; no layers where only the
-    #: balance was logged.
-    counts: Floats
-    of: Literal["experts", "ranks"]  #: what the last axis counts
-    balancedness: Floats  #: [windows]: mean over greatest load of a rank, where it was logged
-    source: str  #: which format they were read from
 
 
 #: Samples of a counter: (layer, expert or rank) to its value.
@@ -97,7 +85,7 @@ def _read(path: Path) -> Counters:
     return _prometheus(text, where)
 
 
-def _whole(counts: Any, where: str, source: str, of: Literal["experts", "ranks"]) -> Counters:
+def _whole(counts: Any, where: str, source: str, of: CountOf) -> Counters:
     """Check counts; one window where they have two axes."""
     try:
         found = np.asarray(counts, dtype=np.float64)
@@ -201,7 +189,7 @@ def _query_range(data: Any, where: str) -> Counters:
 
 def _by_item(
     samples: Iterator[tuple[str, dict[str, str], float]], where: str
-) -> tuple[Literal["experts", "ranks"], _Scrape]:
+) -> tuple[CountOf, _Scrape]:
     """Sum the samples of one metric by layer and expert, or else rank."""
     found: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     buckets: dict[int, dict[float, float]] = {}
@@ -238,8 +226,8 @@ def _by_item(
         raise InputError(where, f"several metrics by layer and expert: {names}", "one of them")
     if not experts:
         raise InputError(where, "no counters of experts or ranks", FORMATS)
-    (((_, of), known),) = experts.items()
-    return ("experts" if of == "experts" else "ranks"), known
+    (((_, kind), sums),) = experts.items()
+    return ("experts" if kind == "experts" else "ranks"), sums
 
 
 def _arrays(windows: Sequence[_Scrape], where: str) -> Floats:
