@@ -12,8 +12,8 @@ from pathlib import Path
 
 from eldr_sim.validation.published import judge
 from eldr_sim.validation.published.freeze import freeze
-from eldr_sim.validation.published.journal import read_journal
-from eldr_sim.validation.published.runs import JOURNAL, PublishedRun, predict, read_runs
+from eldr_sim.validation.published.journal import OF_RUNS, read_journal
+from eldr_sim.validation.published.runs import PublishedRun, predict, read_runs
 from eldr_sim.validation.published.runs_page import MANY
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def main() -> None:
     runs, words = read_runs(), sys.argv[1:]
     before = judge.predictions(judge.kept()) if KEPT.exists() else {}
     if words[:1] == ["--take"]:
-        after = read_journal(Path(words[1]) / JOURNAL)
+        after = read_journal(Path(words[1]) / OF_RUNS)
         after = {
             name: what
             for name, what in after.items()
