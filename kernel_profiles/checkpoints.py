@@ -23,7 +23,7 @@ def fields_of(
     if found is not None:
         own = {"name": found.rpartition("/")[2], "hf_id": found, "source": known["source"]}
         like = shipped(entries[found]["like"]) or {}
-        return like | _UNPUBLISHED | entries[found]["fields"] | own
+        return {**like, **_UNPUBLISHED, **entries[found]["fields"], **own}
     base, dash, word = name.rstrip("/").rpartition("-")
     dims = shipped(base) if dash and word.lower() == "fp8" else None
     if dims is None or {dims["linear_dtype"], dims["expert_dtype"]} != {"bfloat16"}:

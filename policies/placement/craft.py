@@ -73,8 +73,8 @@ def by_layer(load: Floats, group: ExpertGroup, budget: int) -> Placement:
     slots = n_experts + int(given.max()) * group.n_ranks
     expert = np.full((n_layers, slots), EMPTY)
     rank = np.zeros((n_layers, slots), np.int64)
-    for layer, n in enumerate(given):
+    for layer, n in enumerate(given.tolist()):
         own = choices[n].expert.shape[1]
         expert[layer, :own], rank[layer, :own] = choices[n].expert[layer], choices[n].rank[layer]
-    loads = np.stack([choices[n].load[layer] for layer, n in enumerate(given)])  # type: ignore[index]
+    loads = np.stack([choices[n].load[layer] for layer, n in enumerate(given.tolist())])
     return Placement(expert, rank, group.n_ranks, loads)

@@ -162,7 +162,7 @@ def _rests_on(cell: Mapping[str, Any]) -> str:
     """Say which runs a cell's band rests on, and that few of them decide less than wider cells."""
     said = f"{_count(cell['rows'], 'run')} by {_count(cell['publishers'], 'publisher')}"
     said += f" ({cell['of']})"
-    few = cell["rows"] < PRIOR
+    few = int(cell["rows"] < PRIOR)
     return said + f", too few for a separate band: under {PRIOR}, wider cells decide" * few
 
 

@@ -8,13 +8,14 @@ import numpy as np
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import MoEBackend
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.simulator.setup.config.requests import RoutingConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.calibration import calibration_set
 
 MODELS = ("Qwen3-30B-A3B", "Gemma-4-26B-A4B", "GPT-OSS-120B")
-KERNELS = {
+KERNELS: dict[str, tuple[str, MoEBackend]] = {
     "MI300X, Triton's default tiles": ("MI300X", "triton"),
     "MI300X, AITER": ("MI300X", "aiter"),
     "H100": ("H100", "auto"),
@@ -23,7 +24,7 @@ KERNELS = {
 MOST, CONTEXT = 160, 1024
 
 
-def slow_batches(model: str, gpu: str, backend: str) -> list[tuple[int, int, float]]:
+def slow_batches(model: str, gpu: str, backend: MoEBackend) -> list[tuple[int, int, float]]:
     """Return runs of batches that a larger one beats: first, last, and by how much at most, %.
 
     Raises InputError where there are no rows of the kernel."""

@@ -226,8 +226,8 @@ def _by_item(
         raise InputError(where, f"several metrics by layer and expert: {names}", "one of them")
     if not experts:
         raise InputError(where, "no counters of experts or ranks", FORMATS)
-    (((_, kind), sums),) = experts.items()
-    return ("experts" if kind == "experts" else "ranks"), sums
+    (((_, kind), by_place),) = experts.items()
+    return ("experts" if kind == "experts" else "ranks"), by_place
 
 
 def _arrays(windows: Sequence[_Scrape], where: str) -> Floats:
