@@ -210,8 +210,14 @@ def commands(*_: object) -> str:
     return markdown(lines)
 
 
-def formats(*_: object) -> str:
-    """Return a table of the formats of request logs."""
+def formats(name: str, _: list[Row]) -> str:
+    """Return a table of ``docs/data/formats.csv``, or of the formats of request logs."""
+    if name != "request logs":
+        with (DATA / "formats.csv").open(encoding="utf-8", newline="") as file:
+            lines = [line[1:] for line in csv.reader(file) if line[0] == name]
+        width = sum(map(bool, lines[0]))
+        head, *rest = [line[:width] for line in lines]
+        return markdown([head, ["---"] * width, *rest])
     lines = [["format", "what it is", "read by"]]
     for known in known_formats():
         use = f"`--{known.use}`" if known.use else f"not read: {known.way}"
