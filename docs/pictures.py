@@ -2,6 +2,8 @@
 
 ``python docs/pictures.py FOLDER [NAME ...]`` runs the commands below in FOLDER, and puts what they
 draw into ``docs/images``, each with the version, the date and the command in its metadata.
+``--check`` draws them, and compares figures with those of ``docs/images`` instead of replacing
+them: the command of ``.ci/run``.
 ``python docs/render.py pictures`` draws those of claims. Not drawn here: ``report.png``, a
 screenshot of a browser, and ``map_eldr.png``, of a study of hours; they carry the date and the
 version in their captions."""
@@ -75,8 +77,16 @@ def keep(made: Path, name: str, drawing: Drawing) -> None:
         (IMAGES / f"{name}.json").write_text(text + "\n")
 
 
-def main(folder: Path, names: list[str]) -> None:
-    """Run the commands of the named pictures, or of all, and keep what they draw."""
+def check(made: Path, name: str) -> None:
+    """Refuse a picture that was not drawn, or shows other figures than that of ``docs/images``."""
+    assert made.stat().st_size > 0, made
+    if (figures := made.with_suffix(".json")).exists():
+        kept = json.loads((IMAGES / f"{name}.json").read_text())
+        assert json.loads(figures.read_text()) == kept, f"{name}: draw it again"
+
+
+def main(folder: Path, names: list[str], checking: bool = False) -> None:
+    """Run the commands of the named pictures, or of all, and keep or check what they draw."""
     for name, drawing in PICTURES.items():
         if names and name not in names:
             continue
@@ -85,8 +95,12 @@ def main(folder: Path, names: list[str]) -> None:
             if words[0] == "eldr-sim":
                 words[0] = str(Path(sys.executable).with_name("eldr-sim"))
             subprocess.run(words, cwd=folder, check=True)
-        keep(folder / drawing.file, name, drawing)
+        if checking:
+            check(folder / drawing.file, name)
+        else:
+            keep(folder / drawing.file, name, drawing)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    names = [word for word in sys.argv[2:] if word != "--check"]
+    main(Path(sys.argv[1]), names, "--check" in sys.argv)
