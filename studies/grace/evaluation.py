@@ -8,14 +8,15 @@ from studies.grace import homes as grace_homes
 from studies.grace import latency as grace_latency
 from studies.grace import map as grace_map
 from studies.grace import serving as grace_serving
-from studies.grace.settings import Evaluation
+from studies.grace.settings import SOURCES, Evaluation
 
 SEEDS, QUICK_SEEDS = range(3), range(1)
+QUICK_SOURCES = SOURCES[-1:]  #: the smallest, which comes with the package
 
 
 def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
     """Return the functions that reproduce each figure, in the order of the paper."""
-    evaluation = Evaluation(QUICK_SEEDS if quick else SEEDS)
+    evaluation = Evaluation(QUICK_SEEDS, QUICK_SOURCES) if quick else Evaluation(SEEDS)
     return {
         "figure_1a": lambda: grace_figures.figure_1a(evaluation),
         "figure_1b": lambda: grace_figures.figure_1b(evaluation),

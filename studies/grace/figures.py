@@ -74,7 +74,7 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
     """Grouping strictness against traffic (Fig. 1a)."""
     ratios = [Scheme(f"r = {r:g}", f"grace:ratio={r:g},replication=none") for r in RATIOS]
     rows = []
-    for source in SOURCES:
+    for source in evaluation.sources:
         for scheme in (VANILLA, *ratios, AFFINITY):
             runs = evaluation.measured(source, scheme, TWO_BY_TWO, "prefill")
             rows.append(
@@ -88,7 +88,7 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
         return float(row["between"]) + float(row["inside"])
 
     claims = []
-    for source in SOURCES:
+    for source in evaluation.sources:
         loose = percent(total(source, ratios[-1].label), total(source, ratios[0].label))
         equal = percent(total(source, AFFINITY.label), total(source, "Vanilla"))
         grace = percent(total(source, ratios[-1].label), total(source, "Vanilla"))
@@ -106,7 +106,7 @@ def figure_1b(evaluation: Evaluation) -> Reproduction:
     """Copies of active against copies of widely collaborative experts (Fig. 1b)."""
     rows: list[dict[str, Any]] = []
     claims = []
-    for source in SOURCES:
+    for source in evaluation.sources:
         pairs = evaluation.calibration(source).coactivation()
         load = np.diagonal(pairs, axis1=1, axis2=2).astype(np.float64)
         affinity = affinity_of(pairs)
@@ -161,7 +161,7 @@ def copied_everywhere(groups: Placement, load: Floats, score: Floats, n: int) ->
 def figure_3(evaluation: Evaluation) -> Reproduction:
     """Load of groups, and of experts within the heaviest (Fig. 3)."""
     rows, claims = [], []
-    for source in SOURCES:
+    for source in evaluation.sources:
         load, groups = loads_of_groups(evaluation, source)
         n_ranks = TWO_BY_TWO.n_ranks
         heaviest, quarter, skews = [], [], []

@@ -7,6 +7,7 @@ gpt-oss-20b. Neither OLMoE's nor DeepSeek-V2-Lite's routing has been published t
 RTX 4090 (48 GB) and 3090 are the presets as rooflines; a node's 25 Gb/s Ethernet is shared by
 its GPUs."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,6 +20,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_a
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.phases import report_phase
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
@@ -131,10 +133,10 @@ SOURCES = (*QWEN, *ACROSS, *OTHERS)
 
 class Evaluation:
     """Placements fitted on some requests of a trace and counted on others, each once. ``seeds``:
-    seeds of the clustering; figures are means over them."""
+    seeds of the clustering; figures are means over them; ``sources``: what figures show."""
 
-    def __init__(self, seeds: range) -> None:
-        self.seeds = seeds
+    def __init__(self, seeds: range, sources: Sequence[Source] = SOURCES) -> None:
+        self.seeds, self.sources = seeds, sources
         self.trace = cache(open_trace)
         self.calibration = cache(self._calibration)
         self.placements = cache(self._placements)
@@ -162,6 +164,7 @@ class Evaluation:
     def _placements(self, source: Source, placement: str, cluster: Cluster) -> list[Placement]:
         """Return a placement for each seed; one where it draws nothing."""
         trace, calibration = self.trace(source.trace), self.calibration(source)
+        report_phase(f"placing the experts of {source.label} by {placement}")
         seeds = self.seeds if placement != "linear" else self.seeds[:1]
         return [place(trace, calibration, placement, cluster, seed) for seed in seeds]
 

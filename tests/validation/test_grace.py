@@ -60,9 +60,8 @@ def test_fitted_and_judged_requests_are_apart():
         assert not set(judged) & set(fitted.requests)
 
 
-def test_skew_of_groups(monkeypatch):
-    monkeypatch.setattr(grace_figures, "SOURCES", (GPT_OSS,))
-    made = grace_figures.figure_3(Evaluation(range(1)))
+def test_skew_of_groups():
+    made = grace_figures.figure_3(Evaluation(range(1), (GPT_OSS,)))
     rows = made.table.to_pylist()
     assert len(rows) == 24
     for row in rows:
