@@ -8,8 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError, needed
 from eldr_sim.guard import Guard, middleware, shown_url
@@ -267,14 +266,6 @@ def listen(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     """Return the URL of a socket that listens."""
     return shown_url(*listener.getsockname()[:2])
-
-
-def open_log(path: Path) -> IO[str]:
-    """Open a file to append what arrives; raises InputError where it cannot be written."""
-    try:
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise InputError("log", f"{path}: {error.strerror}") from None
 
 
 def allow_files() -> None:

@@ -6,14 +6,13 @@ first, with ``max_tokens`` 1 and ``kv_transfer_params`` of vLLM's ``NixlConnecto
 the KV cache goes on to a decode engine, which fetches it and answers."""
 
 import asyncio
-import json
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving import http
 from eldr_sim.serving.bodies import parse_body
+from eldr_sim.serving.log import RequestLog
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Counters, Fleet
@@ -86,7 +86,7 @@ class _Proxy:
         self.counters = Counters()
         self._fleet = Fleet(config, policy, first, self.counters, notify)
         self._numbers = count()
-        self._log: IO[str] | None = None
+        self._log: RequestLog | None = None
 
     def app(self) -> Any:
         """Return the ``aiohttp.web.Application``."""
@@ -99,7 +99,8 @@ class _Proxy:
         """Hold the log and the connections open while the application runs."""
         with ExitStack() as stack:
             if self._config.log is not None:
-                self._log = stack.enter_context(http.open_log(Path(self._config.log)))
+                log = RequestLog(Path(self._config.log), self._notify)
+                self._log = stack.enter_context(closing(log))
             async with http.open_session() as session:
                 async for _ in self._fleet.run(session):
                     yield
@@ -180,14 +181,8 @@ class _Proxy:
         return await handler.run(request)
 
     def _write(self, **entry: object) -> None:
-        if self._log is None:
-            return
-        try:
-            self._log.write(json.dumps(entry) + "\n")
-            self._log.flush()
-        except (OSError, ValueError) as error:  # a full disk ends the log, not the requests
-            self._notify(f"log: {self._config.log}: {error}; nothing more is written")
-            self._log = None
+        if self._log is not None:
+            self._log.write(entry)
 
 
 def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:

@@ -3,17 +3,16 @@ a request comes, else when its next event is due. A step's end is known when it 
 handed out at their own time; what they are late is the event loop's doing (`Core.lag`)."""
 
 import asyncio
-import json
-import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.serving.log import RequestLog
 from eldr_sim.serving.simulated.handover import Role
 from eldr_sim.simulator.plane.kv.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.state import COMPLETED, OUTCOMES
@@ -66,7 +65,7 @@ class Core:
         config: RunConfig,
         *,
         speed: float = 1.0,
-        log: IO[str] | None = None,
+        log: RequestLog | None = None,
         lag: Callable[[float], None] = lambda _s: None,
         on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
         role: Role | None = None,
@@ -237,14 +236,8 @@ class Core:
         self.ended(stream, OUTCOMES[outcome])
 
     def _write(self, **entry: Any) -> None:
-        if self._log is None:
-            return
-        try:
-            self._log.write(json.dumps(entry) + "\n")
-            self._log.flush()
-        except OSError as error:  # a full disk ends the log, not the server
-            logging.getLogger(__name__).error("the log ends here: %s", error)
-            self._log = None
+        if self._log is not None:
+            self._log.write(entry)
 
 
 def replay(path: str | Path) -> Result:

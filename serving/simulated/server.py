@@ -2,10 +2,11 @@
 simulated cluster generates."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from eldr_sim import __version__
 from eldr_sim.guard import Guard
 from eldr_sim.serving import http
+from eldr_sim.serving.log import RequestLog
 from eldr_sim.serving.simulated.answers import Answer
 from eldr_sim.serving.simulated.asked import Parser, Prompt, blocks_of, stopped
 from eldr_sim.serving.simulated.core import Core, Stream
@@ -60,7 +62,11 @@ class Service:
         self.model, self._adapters = str(config.engine.model), adapters
         self.metrics = Metrics(self.model, config.engine.engine, adapters)
         self._files = ExitStack()
-        file = None if log is None else self._files.enter_context(http.open_log(log))
+        file = None
+        if log is not None:
+            file = self._files.enter_context(
+                closing(RequestLog(log, logging.getLogger(__name__).error))
+            )
         self.publishers: list[Publisher] = []
         hear = self._tell if kv_events is not None else None
         self.role, self._rank = role, rank
