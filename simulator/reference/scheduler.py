@@ -167,8 +167,7 @@ class Scheduler:
         for sequence in done:
             request = sequence.request
             self.requests.remove(request)
-            unknown = 0 if self.frees_late else self.unprocessed(sequence)
-            self.kv.cache_blocks(request, request.tokens - 1 - unknown)
+            self.kv.cache_blocks(request, request.tokens - 1 - self.unprocessed(sequence))
             if self.frees_late:
                 self.ended.append(sequence)
             else:
@@ -191,8 +190,10 @@ class Scheduler:
             if self.closed:
                 break
             defers_prompts = defers_prompts and bool(self.decoding)
-            self.free_ended()  # nothing is computed: it plans again at once
+            self.free_ended()  # nothing is computed: it plans again at once, with what it knows now
             self.queue_late()
+            for sequence in self.running:
+                sequence.got = sequence.rejected = 0
         if not self.closed:
             self.admit(defers_prompts)
         if defers_prompts and self.has_step():
@@ -284,6 +285,7 @@ class Scheduler:
         """Free the places and blocks of what has ended, but for those that are to be fetched."""
         ended, self.ended = self.ended, []
         for sequence in ended if self.worker.pool.then < 0 else ():
+            self.kv.cache_blocks(sequence.request, sequence.request.tokens - 1)
             self.kv.release(sequence.request)
 
     def unprocessed(self, sequence: Sequence) -> int:

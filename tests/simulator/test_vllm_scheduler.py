@@ -117,6 +117,8 @@ def case(feature, seed):
         settings["key"] = int(rng.integers(2**63))
         settings["budget"] = max(settings["budget"], seats * (1 + k))
         settings["blocks"] += 2 * k
+        if traits.get("threshold"):  # a smaller one would cut drafts, which we do not model
+            settings["threshold"] = max(settings["threshold"], 1 + k)
     return {"settings": settings, "requests": requests, "costs": _COSTS}
 
 

@@ -215,6 +215,8 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         defers = defers and worker.batch > 0
         _free_ended(engines, w)
         _append_late(engines.requests, worker)
+        for i in range(worker.batch + worker.prefilling):  # their outputs are known now
+            engines.sequences[w, i].got = engines.sequences[w, i].rejected = 0
     if pool.mixed_steps:
         kv_manager.take_all_slots(engines, w)
     if not worker.one_step:
@@ -335,6 +337,10 @@ def _free_ended(engines: kv_manager.Engines, w: int) -> None:
         before, at = at, behind
     while before >= 0:
         behind = np.int64(engines.requests[before].next)
+        record = engines.requests[before]
+        if not kv_manager.only_prompts(engines, w):
+            context = record.prompt_len - 1 + record.output_len
+            kv_manager.publish_tokens(engines, w, before, context)
         release(engines.kv, engines.tables, engines.workers, w, side, before)
         before = behind
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
@@ -358,9 +364,7 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
-            unknown = _NONE
-            if not pool.frees_late:
-                unknown = unprocessed(engines, w, sequences[w, i].got)
+            unknown = unprocessed(engines, w, sequences[w, i].got)
             kv_manager.publish_tokens(engines, w, request, context - unknown)
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
             kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
