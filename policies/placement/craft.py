@@ -76,5 +76,6 @@ def by_layer(load: Floats, group: ExpertGroup, budget: int) -> Placement:
     for layer, n in enumerate(given.tolist()):
         own = choices[n].expert.shape[1]
         expert[layer, :own], rank[layer, :own] = choices[n].expert[layer], choices[n].rank[layer]
-    loads = np.stack([choices[n].load[layer] for layer, n in enumerate(given.tolist())])
+    known = [placed.load for placed in choices if placed.load is not None]
+    loads = np.stack([known[n][layer] for layer, n in enumerate(given.tolist())])
     return Placement(expert, rank, group.n_ranks, loads)
