@@ -18,7 +18,7 @@ def fields_of(
     """Return the fields of a checkpoint's dimensions; None for other names. ``known``: the content
     of ``data/checkpoints.json``; ``shipped``: returns the fields of a model that ships, by any of
     its names."""
-    entries = {entry["id"]: entry for entry in known["checkpoints"]}
+    entries: dict[str, dict[str, Any]] = {each["id"]: each for each in known["checkpoints"]}
     found = matching(name, {repository: (repository,) for repository in entries})
     if found is not None:
         own = {"name": found.rpartition("/")[2], "hf_id": found, "source": known["source"]}
