@@ -183,3 +183,23 @@ def _spelled(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value}"
+
+
+def per_pool(field: str, values: tuple[int, ...], pools: list[str]) -> dict[str, int]:
+    """Return a value for each pool.
+
+    Args:
+        field: field of the configuration, for errors.
+        values: one value for all pools, or one for each.
+        pools: names of the pools.
+
+    Returns:
+        Values by pool name; empty if there are none.
+
+    Raises:
+        InputError: the number of values is neither 1 nor that of the pools, or one is negative.
+    """
+    if len(values) not in (0, 1, len(pools)) or any(value < 0 for value in values):
+        problem = f"{','.join(map(str, values))} for {len(pools)} pools ({', '.join(pools)})"
+        raise InputError(field, problem, "one number from 0 on, or one a pool")
+    return dict(zip(pools, values * len(pools) if len(values) == 1 else values, strict=False))

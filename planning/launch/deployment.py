@@ -63,17 +63,17 @@ class Role:
     @property
     def backend(self) -> Backend:
         """How tokens reach the experts that engines share."""
-        return self.pool.own.all2all_backend or self.config.cluster.all2all_backend
+        return self.pool.all2all_backend or self.config.cluster.all2all_backend
 
     @property
     def placement(self) -> str:
         """Which experts lie where."""
-        return self.pool.own.expert_placement or "linear"
+        return self.pool.expert_placement or "linear"
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """The drafts that it verifies."""
-        return self.pool.own.speculative_config if self.pool.decodes else None
+        return self.pool.speculative_config if self.pool.decodes else None
 
     @property
     def port(self) -> int:
@@ -134,7 +134,7 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
     """Return what a cluster's pools are; raises InputError for what no engine is launched as."""
     if not isinstance(config.cluster.topology, str) or not config.cluster.generates:
         raise InputError("emit", f"{config.cluster.topology} is not launched", "xPyD or xC")
-    if any(pool.own.ffn_ranks for pool in config.pools):
+    if any(pool.ffn_ranks for pool in config.pools):
         problem = f"separate FFN GPUs of {config.cluster.topology} are not launched"
         raise InputError("emit", problem, "xPyD or xC")
     prepared, roles = prepare(config), []

@@ -494,7 +494,7 @@ def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, 
         of("median_tpot_ms"),
         config.price_per_hour,
     )
-    watts = [(p.workers * p.own.parallelism.n_gpus, p.own.gpu or "") for p in config.pools]
+    watts = [(p.workers * p.parallelism.n_gpus, p.gpu or "") for p in config.pools]
     power = [n * load_gpu(gpu).power_w for n, gpu in watts]
     figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
     tokens = None if prompts else of("output_throughput")

@@ -17,7 +17,6 @@ from eldr_sim.planning.search.prefill_strategy import chunk_label, prefill_label
 from eldr_sim.planning.search.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
-from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.run import load_of
 from eldr_sim.simulator.setup.config.field_types import MOST_PRICE
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
@@ -47,7 +46,7 @@ class ClusterTemplate:
         """GPUs of a prefill and of a decode worker."""
         prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
         if self.config.cluster.generates:
-            decode = self.config.pools[-1].own.parallelism  # with FFN GPUs, which a pool says
+            decode = self.config.pools[-1].parallelism  # with FFN GPUs, which a pool says
         return prefill.n_gpus, decode.n_gpus
 
     @property
@@ -64,7 +63,7 @@ class ClusterTemplate:
         """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
         if not self.config.cluster.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
-        own = self.config.pools[-1].own
+        own = self.config.pools[-1]
         decode = f"{y}D"
         if own.ffn_ranks:
             several = f"{y}x" if y > 1 else ""
@@ -120,14 +119,12 @@ def cluster_label(config: RunConfig) -> str:
     """Return the workers of a cluster: numbers (of a fleet that changes the fewest first), GPUs,
     and tokens a step of co-located ones. The GPUs of prefill workers alone are in their
     `prefill_label`."""
-    pools = [pool.own.parallelism for pool in config.pools]
+    pools = [pool.parallelism for pool in config.pools]
     sizes = list(dict.fromkeys(pool.n_gpus for pool in pools))
     groups = list(dict.fromkeys(pool.data_parallel_size for pool in pools))
     text = str(config.cluster.topology)
     if config.scaling.scales and parse(config.scaling.autoscale, "autoscale").name != "none":
-        least = per_pool(
-            "min_workers", config.scaling.min_workers, [pool.name for pool in config.pools]
-        )
+        least = config.scaling.least_workers(config.pools)
         text = f"{'+'.join(map(str, least.values()))} to {text}"
     if max(sizes) > 1 and config.cluster.generates:
         engines = f"{' + '.join(map(str, groups))} engines, " if max(groups) > 1 else ""
@@ -153,7 +150,7 @@ def shape_label(config: RunConfig) -> str:
 def _kinds(config: RunConfig) -> str:
     """Return how the workers of each pool share the model; once where they are alike."""
     kinds = []
-    for own in (pool.own.parallelism for pool in config.pools):
+    for own in (pool.parallelism for pool in config.pools):
         name = f"TP{own.tensor_parallel_size}"
         name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
         name += f" x {engines} engines" if (engines := own.data_parallel_size) > 1 else ""
@@ -163,7 +160,7 @@ def _kinds(config: RunConfig) -> str:
 
 def gpu_label(config: RunConfig) -> str:
     """Return the GPUs of the pools."""
-    return " + ".join(dict.fromkeys(load_gpu(pool.own.gpu or "").name for pool in config.pools))
+    return " + ".join(dict.fromkeys(load_gpu(pool.gpu or "").name for pool in config.pools))
 
 
 def clusters_to_plan(

@@ -67,7 +67,7 @@ def _rows(own: Splits) -> Search[list[Row]]:
         return rows
     values = {name: [value_of(every.config, name)] for name in several}
     apart = every.config.cluster.n_prefill > 0
-    workers = [pool.own.parallelism for pool in every.config.pools]
+    workers = [pool.parallelism for pool in every.config.pools]
 
     def like(t: ClusterTemplate) -> bool:
         return _layouts(t) == workers
@@ -111,4 +111,4 @@ def _together(template: ClusterTemplate) -> bool:
 
 
 def _layouts(template: ClusterTemplate) -> list[Parallelism]:
-    return [pool.own.parallelism for pool in template.config.pools]
+    return [pool.parallelism for pool in template.config.pools]

@@ -274,7 +274,7 @@ def _search_sizes(
 
 def _workers(template: ClusterTemplate) -> list[Parallelism]:
     """Return how the workers of each pool of a shape share the model."""
-    return [pool.own.parallelism for pool in template.config.pools]
+    return [pool.parallelism for pool in template.config.pools]
 
 
 def _search_shape(

@@ -119,9 +119,8 @@ def _by_gpu(config: RunConfig) -> dict[str, float]:
     """Return the price per hour of a cluster by GPU."""
     spent: dict[str, float] = {}
     for pool in config.pools:
-        own = pool.own
-        price = (own.price_per_gpu_hour or 0.0) * pool.workers * own.parallelism.n_gpus
-        spent[own.gpu or ""] = spent.get(own.gpu or "", 0.0) + price
+        price = (pool.price_per_gpu_hour or 0.0) * pool.workers * pool.parallelism.n_gpus
+        spent[pool.gpu or ""] = spent.get(pool.gpu or "", 0.0) + price
     return spent
 
 

@@ -73,7 +73,7 @@ def usual_engines(config: RunConfig) -> list[int]:
     one, model = config.cluster.data_parallel_size, load_model(config.engine.model)
     if one > 1 or model.is_dense or not config.cluster.generates:
         return [one]
-    memory = min(load_gpu(pool.own.gpu or "").memory_bytes for pool in config.pools)
+    memory = min(load_gpu(pool.gpu or "").memory_bytes for pool in config.pools)
     large = model.weight_bytes > 2 * memory
     return [one, NODE_GPUS] if large or model.attention == "mla" else [one]
 

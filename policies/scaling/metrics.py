@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from eldr_sim.errors import InputError
+from eldr_sim.policies import choice
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.scaling import base
 
@@ -39,31 +39,13 @@ class Fixed(base.Autoscaler):
 
     def begin(self) -> Mapping[str, int]:
         """Return ``n`` for each pool."""
-        return per_pool("autoscale.n", self.parameters.n, [pool.name for pool in self.facts.pools])
+        return choice.per_pool(
+            "autoscale.n", self.parameters.n, [pool.name for pool in self.facts.pools]
+        )
 
     def decide(self, fleet: base.Fleet) -> base.Decision:
         """Change nothing."""
         return ()
-
-
-def per_pool(field: str, values: tuple[int, ...], pools: list[str]) -> dict[str, int]:
-    """Return a value for each pool.
-
-    Args:
-        field: field of the configuration, for errors.
-        values: one value for all pools, or one for each.
-        pools: names of the pools.
-
-    Returns:
-        Values by pool name; empty if there are none.
-
-    Raises:
-        InputError: the number of values is neither 1 nor that of the pools, or one is negative.
-    """
-    if len(values) not in (0, 1, len(pools)) or any(value < 0 for value in values):
-        problem = f"{','.join(map(str, values))} for {len(pools)} pools ({', '.join(pools)})"
-        raise InputError(field, problem, "one number from 0 on, or one a pool")
-    return dict(zip(pools, values * len(pools) if len(values) == 1 else values, strict=False))
 
 
 Metric = Literal["in_flight", "running", "waiting", "kv"]

@@ -14,7 +14,6 @@ from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.groups import ExpertsConfig, ScalingConfig
-from eldr_sim.simulator.setup.engine_specs import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
@@ -163,7 +162,7 @@ def elastic_groups(
         engine, shapes = pool.engine, {}
         if not engine.elastic:
             continue
-        for width in range(least_engines(scaling, spec.names, pool.name), pool.n + 1):
+        for width in range(scaling.least_workers(spec.pools)[pool.name], pool.n + 1):
             of = fitted if pool.decodes else None
             placed = place_pool(prepared, seed, pool.name, of, calibration, width)[0]
             if (placed.placement.slots() != placed.group.slots_per_rank).any():

@@ -8,7 +8,6 @@ from functools import cache, partial
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import autoscaler, begins_as_configured
-from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule, check_budget
 from eldr_sim.simulator.control.control_api import Control
@@ -30,9 +29,7 @@ def check_scaling(scaling: ScalingConfig, faults: FaultConfig, pools: Sequence[W
     if faults.fail or faults.events:
         problem = "workers that fail beside an autoscaler are not simulated"
         raise InputError("autoscale", problem, "none, or neither fail nor events")
-    names = [pool.name for pool in pools]
-    initial = per_pool("initial_workers", scaling.initial_workers, names)
-    least = per_pool("min_workers", scaling.min_workers or (1,), names)
+    initial, least = scaling.first_workers(pools), scaling.least_workers(pools)
     for field, given in (("min_workers", least), ("initial_workers", initial)):
         for pool in pools:
             if given.get(pool.name, 0) > pool.units[0]:
@@ -65,10 +62,9 @@ def autoscale(
     facts = scaling_facts(pools, scaling.switch_time, prepared, workload, works, pauses)
     rng = stream(seed, "autoscaler")
     policy = autoscaler(scaling.autoscale, PolicyContext(1, rng, scaling=facts))
-    names = [pool.name for pool in facts.pools]
     rule = ScalingRule(
-        per_pool("min_workers", scaling.min_workers or (1,), names),
-        per_pool("initial_workers", scaling.initial_workers, names),
+        scaling.least_workers(pools),
+        scaling.first_workers(pools),
         scaling.gpu_budget,
         scaling.demand == "exit",
         scaling.metric_delay,

@@ -102,7 +102,7 @@ def trace_warnings(
 
 def _topology(config: RunConfig) -> str:
     """State the workers, and the GPUs of each and of all."""
-    sizes = [_size(pool.own.parallelism) for pool in config.pools]
+    sizes = [_size(pool.parallelism) for pool in config.pools]
     alike = len(set(sizes)) == 1
     workers = " + ".join(
         f"{pool.workers} {pool.kind}" if alike else f"{pool.workers} {pool.kind} of {size}"
@@ -254,7 +254,7 @@ def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) ->
     flops = math.fsum(map(work.flops, lengths, inside["cached_tokens"].tolist()))
     peak = math.fsum(
         made.workers
-        * made.own.parallelism.n_gpus
+        * made.parallelism.n_gpus
         * peak_flops(prepared.model, pool.engine.step_time.gpu)
         for made, pool in zip(config.pools, prepared.spec.pools, strict=True)
         if not pool.decodes

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
-from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.fault_spellings import in_cluster, parse_fail
@@ -116,7 +115,7 @@ def _of_workers(
         yield "gpus_per_node", "the GPUs that share experts are in one node, as they are by default"
     if not any(engine.group.ffn_ranks for engine in groups if engine.group is not None):
         yield "micro_batches", "no worker has separate FFN GPUs"
-    placements = {str(pool.own.expert_placement) for pool in config.pools}
+    placements = {str(pool.expert_placement) for pool in config.pools}
     alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
     if groups and alone and not any(engine.n_redundant for engine in groups):
         yield "replica_choice", "every expert has one instance"
@@ -154,7 +153,7 @@ def _of_workers(
         yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
     if config.engine.num_gpu_blocks_override is not None:
         yield "gpu_memory_utilization", "num_gpu_blocks_override says how many blocks there are"
-    if all(pool.own.enforce_eager for pool in config.pools):
+    if all(pool.enforce_eager for pool in config.pools):
         yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
     window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
@@ -240,8 +239,7 @@ def _of_scaling(config: RunConfig) -> _Found:
             if not (elastic and name == "min_workers"):  # which says what a GPU holds
                 yield name, "there is no autoscaler (--autoscale)"
     rule = parse(config.scaling.autoscale, "autoscale").name
-    names = [pool.name for pool in config.pools]
-    least = per_pool("min_workers", config.scaling.min_workers or (1,), names)
+    least = config.scaling.least_workers(config.pools)
     if rule != "none" and all(least[pool.name] >= pool.units[0] for pool in config.pools):
         why = f"--topology is the maximum, and {config.cluster.topology} has no worker to start"
         yield "autoscale", f"{why} or stop beyond --min-workers; give a larger one, such as 8C"

@@ -78,7 +78,7 @@ def computes_prompts(pools: Sequence[WorkerPool], conditional: str | None) -> Bo
     if parse_conditional(conditional).entry:
         fetching.clear()
     decoding = [pool for pool in pools if pool.decodes]
-    n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in decoding]
+    n_engines = [pool.workers * pool.parallelism.data_parallel_size for pool in decoding]
     computes = np.array([pool.name not in fetching for pool in decoding], np.bool_)
     return np.repeat(computes, n_engines)
 

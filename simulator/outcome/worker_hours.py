@@ -28,7 +28,7 @@ def spent_hours(record: RunRecord, pools: Sequence[WorkerPool], begin: float, en
     gpus = units[:, 1]
     hours = worker_seconds(record, units[:, 0].tolist(), begin, end) / 3600.0
     by_pool = hours[:, list(PAID.values())].sum(axis=1) * gpus
-    prices = [pool.own.price_per_gpu_hour for pool in pools]
+    prices = [pool.price_per_gpu_hour for pool in pools]
     known = [price for price in prices if price is not None]
     dollars = float(by_pool @ np.array(known)) if len(known) == len(prices) else None
     return Spent(hours, gpus, float(by_pool.sum()), dollars)

@@ -22,7 +22,7 @@ from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 from eldr_sim.simulator.setup.config.groups import EngineConfig, KVTierConfig
-from eldr_sim.simulator.setup.config.pools import Engine, OwnPool
+from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -54,7 +54,8 @@ class EngineSpec:
     graphs_s: float = field(default=0.0, compare=False)  #: of it, until graphs are captured
     engine: Engine = "vllm"  #: whose
     memory_share: float = 0.92  #: of a GPU, see `memory.kv_blocks`
-    own: OwnPool = field(default_factory=OwnPool, compare=False)  #: as it is configured
+    #: As it is configured.
+    own: WorkerPool = field(default=WorkerPool(workers=1), compare=False)
     elastic: bool = False  #: whether the engines of its group start and stop one by one
 
     @property

@@ -19,28 +19,25 @@ from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import Engine, note_use, track_table_use
 from eldr_sim.kernel_profiles.tables.providers import provided_tables
 from eldr_sim.policies.placement.base import ExpertGroup
-from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import engine_rules
-from eldr_sim.simulator.setup.config.groups import ScalingConfig
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.start_up import start_up_parts
-from eldr_sim.simulator.setup.memory import pool_blocks, windows_of
+from eldr_sim.simulator.setup.memory import WindowBlocks, pool_blocks
 from eldr_sim.simulator.setup.run_routing import routing_of, texts_of
 from eldr_sim.simulator.setup.shared_experts import check_disaggregated, check_experts, sharing
 from eldr_sim.simulator.setup.speculation import speculation_of
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
 
 
-def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) -> int:
+def redundant_experts(config: RunConfig, pool: WorkerPool, model: ModelDims) -> int:
     """Return the redundant experts of a whole worker, whose fewest engines (``min_workers``) hold
     all experts and ``num_redundant_experts`` more. Raises InputError where that cannot be."""
-    pool, parallelism, field = workers.own, workers.own.parallelism, "enable_elastic_ep"
-    names = [pool.name for pool in config.pools]
-    least = least_engines(config.scaling, names, workers.name)
+    parallelism, field = pool.parallelism, "enable_elastic_ep"
+    least = config.scaling.least_workers(config.pools)[pool.name]
     problems = {
-        f"{workers.workers} {workers.name} workers": workers.workers > 1,
+        f"{pool.workers} {pool.name} workers": pool.workers > 1,
         "experts are cut": not parallelism.expert_parallel,
         "experts lie on separate FFN GPUs": bool(parallelism.ffn_ranks),
         "experts move (eplb_interval)": config.experts.eplb_interval is not None,
@@ -52,23 +49,21 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
             raise InputError(field, problem, allowed)
     if not 2 <= least * parallelism.tensor_parallel_size <= parallelism.n_gpus:
         allowed = f"2 to the {parallelism.n_gpus} GPUs of a worker"
-        raise InputError("min_workers", f"{least} {workers.name} engines", allowed)
+        raise InputError("min_workers", f"{least} {pool.name} engines", allowed)
     instances = model.n_experts + (pool.num_redundant_experts or 0)
     slots, rest = divmod(instances, least * parallelism.tensor_parallel_size)
     if rest:
-        problem = f"{least} {workers.name} engines cannot hold {instances} expert instances equally"
+        problem = f"{least} {pool.name} engines cannot hold {instances} expert instances equally"
         raise InputError("min_workers", problem, "a number of engines that can")
     return slots * parallelism.n_expert_ranks - model.n_experts
 
 
-def least_engines(scaling: ScalingConfig, names: list[str], name: str) -> int:
-    """Return the fewest engines of an elastic worker of a pool, one of ``names``."""
-    return per_pool("min_workers", scaling.min_workers or (1,), names)[name]
+def make_engine_spec(
+    config: RunConfig, pool: WorkerPool, model: ModelDims, windows: WindowBlocks
+) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are its engine's.
 
-
-def make_engine_spec(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
-    """Return what every worker of a pool is: settings that are not given are its engine's."""
-    pool = workers.own
+    ``windows``: the blocks that a request's sliding windows take, `memory.windows_of`."""
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     engine, n_engines = pool.engine or config.engine.engine, parallelism.data_parallel_size
@@ -94,20 +89,13 @@ def make_engine_spec(config: RunConfig, workers: WorkerPool, model: ModelDims) -
     parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
         moves = config.experts.eplb_interval is not None
-        check_disaggregated(workers, config.pools, config.cluster, moves=moves)
+        check_disaggregated(pool, config.pools, config.cluster, moves=moves)
     ranks = parallelism.n_expert_ranks
-    check_experts(pool, workers.name)
-    if workers.is_elastic:
-        redundant = redundant_experts(config, workers, model)
+    check_experts(pool, pool.name)
+    if pool.is_elastic:
+        redundant = redundant_experts(config, pool, model)
     layout = prompt_layout(
-        config.experts,
-        config.cluster,
-        config.steps.tables,
-        workers,
-        model,
-        gpu,
-        parallelism,
-        budget,
+        config.experts, config.cluster, config.steps.tables, pool, model, gpu, parallelism, budget
     )
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
@@ -154,8 +142,6 @@ def make_engine_spec(config: RunConfig, workers: WorkerPool, model: ModelDims) -
     held = parallelism, slots * model.n_moe_layers, engine_rules.activation_bytes(engine, version)
     if experts is not None:
         held = SINGLE_GPU, *experts
-    handed_over = config.cluster.n_prefill > 0
-    windows = windows_of(config.engine, config.pools, handed_over, model)
     n_blocks = pool_blocks(config.engine, windows, engine, share, model, gpu, *held, speculation)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
@@ -167,7 +153,7 @@ def make_engine_spec(config: RunConfig, workers: WorkerPool, model: ModelDims) -
         speculation=speculation,
         start_up_s=sum(starts.values()), graphs_s=starts.get("graphs", 0.0),
         engine=engine, memory_share=share, n_redundant=redundant,
-        own=pool, elastic=workers.is_elastic,
+        own=pool, elastic=pool.is_elastic,
     )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
         return spec

@@ -123,7 +123,7 @@ def parse_sizes(text: str) -> list[list[str]]:
 def total_bytes(config: KVTierConfig, pools: Sequence[WorkerPool], gpus_per_node: int) -> float:
     """Return the bytes of all KV stores of a cluster."""
     entry = [pool for pool in pools if not pool.decodes] or list(pools)
-    own = sum(pool.workers * pool.own.parallelism.data_parallel_size for pool in entry)
-    gpus = sum(pool.workers * pool.own.parallelism.n_gpus for pool in entry)
+    own = sum(pool.workers * pool.parallelism.data_parallel_size for pool in entry)
+    gpus = sum(pool.workers * pool.parallelism.n_gpus for pool in entry)
     stores = {"worker": own, "node": -(-gpus // gpus_per_node), "cluster": 1}
     return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config))

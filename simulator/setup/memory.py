@@ -162,7 +162,7 @@ def windows_of(
     whole = settings.disable_hybrid_kv_cache_manager
     if whole is None:
         whole = handed_over and any(
-            (pool.own.engine or settings.engine) != "vllm" or before(pool.own.engine_version, 0, 22)
+            (pool.engine or settings.engine) != "vllm" or before(pool.engine_version, 0, 22)
             for pool in pools
         )
     return NO_WINDOWS if whole else window_blocks(model, settings.block_size)

@@ -88,23 +88,27 @@ def prepare(
     _check_tables(config)
     for name, owners in OPTIONS.items():
         if config.value(name) is not None and not any(
-            pool.own.engine in owners for pool in config.pools
+            pool.engine in owners for pool in config.pools
         ):
             problem = f"is {' and '.join(owners)}'s, and the engine is {config.engine.engine}"
             raise InputError(name, problem, f"--engine {' or '.join(owners)}")
     if config.cluster.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
         problem = "no worker has several engines"
         raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
+    windows = windows_of(config.engine, config.pools, config.cluster.n_prefill > 0, model)
     with track_table_use() as used:
         # The last pool first: of two mistakes the one of its workers is told.
-        engines = [make_engine_spec(config, pool, model) for pool in reversed(config.pools)][::-1]
+        engines = [
+            make_engine_spec(config, pool, model, windows) for pool in reversed(config.pools)
+        ]
+    engines.reverse()
     if any(engine.layout != engines[0].layout for engine in engines if engine.layout):
         raise InputError("topology", "pools that stream weights are all alike", "one such pool")
     pools, transfer = _pools(config, engines, model)
     places = sum(pool.n * pool.engine.max_num_seqs for pool in pools)
     within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len = config.effective_output_len
-    drafting = [pool.own.speculative_config for pool in config.pools if pool.decodes]
+    drafting = [pool.speculative_config for pool in config.pools if pool.decodes]
     if config.steps.acceptance is not None and not any(drafting):
         raise InputError("acceptance", "nothing is drafted", "--speculative-config beside it")
     # What looks drafts up needs the last step's tokens first.
@@ -116,7 +120,6 @@ def prepare(
     same -= {"prefill", "decode", "max_model_len"}
     longest = config.engine.max_model_len or model.max_position_embeddings
     settled = {"max_model_len": longest} | ({} if ahead else {"async_scheduling": False})
-    windows = windows_of(config.engine, config.pools, config.cluster.n_prefill > 0, model)
     spec = ClusterSpec(
         pools=pools,
         max_model_len=longest,
@@ -140,7 +143,7 @@ def prepare(
     if config.routing.trace is None and not model.is_dense:
         check(PreparedRun(model, None, spec))
     trace = trace_of(config, model)  # last: routing may have to be drawn
-    if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
+    if trace is not None and any(p.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     return PreparedRun(model, trace, spec, frozenset(used))
 
@@ -160,7 +163,7 @@ def _check_dense(config: RunConfig, model: ModelDims) -> None:
     ):  # fmt: skip
         if config.value(name) != RUN_FIELDS[name].default:
             raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
-    for pool in (pool.own for pool in config.pools):
+    for pool in config.pools:
         if pool.num_redundant_experts:
             problem = f"{model.name} is dense: it has no experts"
             raise InputError("num_redundant_experts", problem, "not given")
@@ -229,7 +232,7 @@ def _pools(
 
 def _check_tables(config: RunConfig) -> None:
     """Raise InputError where the user's tables are all of devices that the run does not have."""
-    gpus = [load_gpu(pool.own.gpu or "") for pool in config.pools]
+    gpus = [load_gpu(pool.gpu or "") for pool in config.pools]
     known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
     measured = sorted({table.metadata.gpu for table in load_tables(config.steps.tables)})
     if measured and not known.intersection(measured):
@@ -266,7 +269,7 @@ def _reserves_early(config: RunConfig) -> bool:
 
 
 def _all_sglang(config: RunConfig) -> bool:
-    engines = {pool.own.engine or config.engine.engine for pool in config.pools if pool.decodes}
+    engines = {pool.engine or config.engine.engine for pool in config.pools if pool.decodes}
     return engines == {"sglang"}
 
 
@@ -317,9 +320,9 @@ def _with_blocks_for_states(config: RunConfig, model: ModelDims) -> RunConfig:
     """Return the configuration with KV blocks as large as vLLM makes them for such a model."""
     size = config.engine.block_size
     sizes = [
-        state_block_size(pool.own.parallelism.shard(model), size)
+        state_block_size(pool.parallelism.shard(model), size)
         for pool in config.pools
-        if pool.own.engine == "vllm" and model.n_linear_layers
+        if pool.engine == "vllm" and model.n_linear_layers
     ]
     larger = max(sizes, default=size)
     return config if larger == size else config.replace(block_size=larger)

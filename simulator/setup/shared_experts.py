@@ -47,13 +47,13 @@ def check_experts(pool: Pool, role: str) -> None:
 
 
 def check_disaggregated(
-    workers: WorkerPool, pools: Sequence[WorkerPool], cluster: ClusterConfig, *, moves: bool
+    pool: WorkerPool, pools: Sequence[WorkerPool], cluster: ClusterConfig, *, moves: bool
 ) -> None:
     """Raise InputError where a pool's experts cannot lie on GPUs of their own; ``moves``: whether
     experts move during the run."""
-    pool, field = workers.own, f"topology.{workers.name}.ffn_ranks"
-    if not any(workers.name in other.takes_over for other in pools):
-        problem = f"{workers.name} workers compute prompts, which is not simulated with FFN GPUs"
+    field = f"topology.{pool.name}.ffn_ranks"
+    if not any(pool.name in other.takes_over for other in pools):
+        problem = f"{pool.name} workers compute prompts, which is not simulated with FFN GPUs"
         raise InputError(field, problem, "a pool that others hand over to, as in 4P8A16F")
     if (pool.data_parallel_size or 1) < 2:
         raise InputError(field, "one engine of attention", "2 or more, as in 4P2A1F")

@@ -82,7 +82,7 @@ def prompt_layout(
         raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")
     stream = experts = pipeline = None
     if streams:
-        _check_stream(settings, pool.own, parallelism)
+        _check_stream(settings, pool, parallelism)
         n_gpus = parallelism.data_parallel_size
         stream = weight_streaming.plan_stream(
             model,

@@ -51,11 +51,9 @@ def test_a_choice_that_is_set_back_is_that_of_the_base(rows):
     assert value_of(every, SEATS) == 1024  # four seats bind
     back = rows[f"all but {SEATS}"].config
     assert value_of(back, SEATS) == 4
-    assert [pool.own.parallelism for pool in back.pools] == [
-        pool.own.parallelism for pool in every.pools
-    ]
+    assert [pool.parallelism for pool in back.pools] == [pool.parallelism for pool in every.pools]
     small = rows[f"all but {SIZES}"].config
-    assert {pool.own.parallelism.n_gpus for pool in small.pools} == {1}
+    assert {pool.parallelism.n_gpus for pool in small.pools} == {1}
     assert (small.cluster.n_prefill > 0) == (every.cluster.n_prefill > 0)
     assert (f"all but {APART}" in rows) == (every.cluster.n_prefill > 0)
 

@@ -134,7 +134,7 @@ def test_production_stack_with_prefill_and_decode_apart(tmp_path):
 def test_llm_d(tmp_path):
     config = make_config(read(tmp_path, LLM_D).values)
     assert config.cluster.topology == "6P2D"
-    assert [pool.own.parallelism.tensor_parallel_size for pool in config.pools] == [1, 4]
+    assert [pool.parallelism.tensor_parallel_size for pool in config.pools] == [1, 4]
     assert config.engine.block_size == 64
     assert config.engine.model == "Qwen3-32B"
 
@@ -144,7 +144,7 @@ def test_dynamo(tmp_path):
     config = make_config(found.values)
     assert config.cluster.topology == "1P2D"
     assert config.engine.model == "Qwen3-30B-A3B"
-    assert config.pools[1].own.max_num_seqs == 128
+    assert config.pools[1].max_num_seqs == 128
     assert any("routing kv" in text for text in found.left_out)
 
 
@@ -179,7 +179,7 @@ def test_what_plan_emits_is_read_as_what_was_planned(tmp_path, fields, name):
     assert found.engine.model == config.engine.model
     assert found.n_gpus == config.n_gpus
     for was, now in zip(config.pools, found.pools, strict=True):
-        assert now.own.parallelism == was.own.parallelism
+        assert now.parallelism == was.parallelism
         assert now.workers == was.workers
     for key in ("block_size", "enable_prefix_caching"):
         assert found.value(key) == config.value(key)

@@ -506,7 +506,7 @@ def test_engines_of_a_worker_are_searched_in_each_pool():
     sizes, engines = [1, 2], [1, 4]
     made = [
         tuple((own.tensor_parallel_size, own.data_parallel_size, own.expert_parallel)
-              for own in (pool.own.parallelism for pool in shape.pools))
+              for own in (pool.parallelism for pool in shape.pools))
         for shape in shapes(make_config(BASE | {"policy": "eldr"}), sizes, engines)
     ]  # fmt: skip
     assert len(set(made)) == len(made)
@@ -619,7 +619,7 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
         RunCache(1),
     )
     carried = split.best.trial.config
-    assert carried.pools[-1].own.ffn_ranks == 2
+    assert carried.pools[-1].ffn_ranks == 2
     assert carried.n_gpus <= 7
 
 

@@ -12,11 +12,17 @@ from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
+from eldr_sim.simulator.setup.memory import windows_of
 
 from ..on_each import on_each
 from ..paths import ROOT
 
 ROWS = list(csv.DictReader((ROOT / "validation/published/rows/memory.csv").open()))
+
+
+def spec_of(config, pool, model):
+    windows = windows_of(config.engine, config.pools, config.cluster.n_prefill > 0, model)
+    return make_engine_spec(config, pool, model, windows)
 
 
 def capacity_gib(row, engine):
@@ -28,8 +34,8 @@ def capacity_gib(row, engine):
         "disable_hybrid_kv_cache_manager": True,
     })  # fmt: skip
     model = load_model(row["model"])
-    blocks = make_engine_spec(config, config.pools[0], model).n_blocks
-    layout = config.pools[0].own.parallelism
+    blocks = spec_of(config, config.pools[0], model).n_blocks
+    layout = config.pools[0].parallelism
     return blocks * config.engine.block_size * layout.kv_bytes_per_token(model) / 2**30
 
 
@@ -90,11 +96,11 @@ def test_engines_wait_for_the_host_unless_they_schedule_ahead():
 
 def test_pools_have_versions_of_their_own():
     config = fields(topology="1P1D", engine="vllm==0.24", decode={"engine": "sglang==0.5.8"})
-    prefill, decode = (pool.own for pool in config.pools)
+    prefill, decode = config.pools
     assert (prefill.engine, prefill.engine_version) == ("vllm", "0.24")
     assert (decode.engine, decode.engine_version) == ("sglang", "0.5.8")
     other = fields(topology="1P1D", engine="vllm==0.24", decode={"engine": "sglang"})
-    assert [pool.own.engine_version for pool in other.pools] == ["0.24", None]
+    assert [pool.engine_version for pool in other.pools] == ["0.24", None]
 
 
 NEWEST = ["vllm==0.33", "sglang==0.5.23", "trtllm==1.3.0rc20"]
@@ -133,17 +139,17 @@ def test_graphs_are_padded_as_the_version_of_each_pool_does(given, padding):
     expected = [step_times(padding[0]), step_times(padding[1])]
     config = make_config({"trace": "reference-moe", "topology": "1P1D"} | given)
     for pool, (name, padded) in zip(config.pools, zip(padding, expected, strict=True), strict=True):
-        engine = make_engine_spec(config, pool, load_model(config.engine.model))
+        engine = spec_of(config, pool, load_model(config.engine.model))
         times = engine.step_time
         assert (times.cost is times.unpadded) == (name == "none")
-        if pool.own.engine_version != "0.24" and pool.own.parallelism.n_gpus == 1:
+        if pool.engine_version != "0.24" and pool.parallelism.n_gpus == 1:
             assert np.array_equal(times.cost.dense_s[:64], padded[:64])
 
 
 def step_times(padding):
     fields = {"trace": "reference-moe", "topology": "1C", "cudagraph_padding": padding}
     config = make_config(fields)
-    engine = make_engine_spec(config, config.pools[0], load_model(config.engine.model))
+    engine = spec_of(config, config.pools[0], load_model(config.engine.model))
     return engine.step_time.cost.dense_s
 
 
@@ -174,9 +180,9 @@ def test_overlap_is_read_from_launch_lines(engine, line):
     cluster = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
     config = fields(engine=engine, engine_args=line, model="Qwen3-30B-A3B", **cluster)
     assert config.steps.two_batch_overlap
-    group = make_engine_spec(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
+    group = spec_of(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
     expected = {"sglang": (2, 2), "vllm": (32, 512)}[engine]
     assert (group.split_decode, group.split_prompts) == expected
     plain = fields(engine=engine, model="Qwen3-30B-A3B", **cluster)
-    group = make_engine_spec(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
+    group = spec_of(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
     assert (group.split_decode, group.split_prompts) == (0, 0)

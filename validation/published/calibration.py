@@ -285,7 +285,7 @@ def next_run(
 
 def of_config(config: RunConfig) -> Measured:
     """Return what a configuration's runs are of; raises InputError where pools differ."""
-    gpus = {load_gpu(pool.own.gpu or config.cluster.gpu).name for pool in config.pools}
+    gpus = {load_gpu(pool.gpu or config.cluster.gpu).name for pool in config.pools}
     if len(gpus) > 1:
         raise InputError("gpu", f"pools on {' and '.join(sorted(gpus))}", "one kind of GPU")
     model = load_model(config.engine.model).name

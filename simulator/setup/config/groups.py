@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
+from eldr_sim.policies.choice import per_pool
 from eldr_sim.simulator.setup.config import field_types
 from eldr_sim.simulator.setup.config.option import Option
 from eldr_sim.simulator.setup.config.pools import (
@@ -476,6 +477,14 @@ class ScalingConfig(Fields):
     def scales(self) -> bool:
         """Whether anything is to be done about the number of workers."""
         return self.autoscale != "none"
+
+    def least_workers(self, pools: Iterable[Any]) -> dict[str, int]:
+        """Return the minimum number of workers, or of an elastic worker's engines, by pool."""
+        return per_pool("min_workers", self.min_workers or (1,), [pool.name for pool in pools])
+
+    def first_workers(self, pools: Iterable[Any]) -> dict[str, int]:
+        """Return the number of workers at the start by pool; {}: those of the topology."""
+        return per_pool("initial_workers", self.initial_workers, [pool.name for pool in pools])
 
 
 class OutputConfig(Fields):

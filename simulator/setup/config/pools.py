@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     RootModel,
     StringConstraints,
     ValidationError,
@@ -197,28 +198,41 @@ class Pool(Fields):
         )
 
 
-class OwnPool(Pool):
-    """All settings of a pool's workers, including those that only a topology sets."""
+class WorkerPool(Pool):
+    """A pool of workers: in a topology file with the settings that it overrides, in
+    `RunConfig.pools` with all that hold for its workers."""
 
     ffn_ranks: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker that hold its experts, beside those of its engines; decode workers only."""
     enable_elastic_ep: bool | None = None
     """Whether its engines, if there are several, start and stop one by one."""
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
-        return replace(super().parallelism, ffn_ranks=self.ffn_ranks or 0)
-
-
-class NamedPool(OwnPool):
-    """A pool of a topology file: its workers, its successor, and its overrides."""
-
     workers: int = Field(ge=1, le=9999)
     """Workers of ``data_parallel_size`` engines each."""
     then: str | tuple[str, ...] | None = None
     """Where a request continues when its prompt is computed: in the named pool or pools, behind
     one router; ``none``: the request ends. Default: on the worker that computed the prompt."""
+    _name: str = PrivateAttr("")
+    _kind: str = PrivateAttr("")
+
+    def named(self, name: str, kind: str) -> Self:
+        """Return the pool with its name, and what kind it is: the same, or ``co-located``."""
+        self._name, self._kind = name, kind
+        return self
+
+    @property
+    def name(self) -> str:
+        """Its key in the topology."""
+        return self._name
+
+    @property
+    def kind(self) -> str:
+        """Its name, or ``co-located`` of ``xC``."""
+        return self._kind
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
+        return replace(super().parallelism, ffn_ranks=self.ffn_ranks or 0)
 
     @property
     def takes_over(self) -> tuple[str, ...]:
@@ -226,26 +240,20 @@ class NamedPool(OwnPool):
         named = (self.then,) if isinstance(self.then, str) else self.then or ()
         return () if named == (NO_POOL,) else named
 
-
-class WorkerPool(NamedTuple):
-    """A pool of a run."""
-
-    name: str
-    kind: str  #: its name, or ``co-located`` of ``xC``
-    workers: int
-    takes_over: tuple[str, ...]  #: the pools that its requests are handed over to
-    decodes: bool
-    own: OwnPool  #: what holds for its workers
+    @property
+    def decodes(self) -> bool:
+        """Whether its workers generate, and not only compute prompts."""
+        return self.then is None
 
     @property
     def is_elastic(self) -> bool:
         """Whether the engines of its worker start and stop one by one."""
-        return bool(self.own.enable_elastic_ep) and self.own.parallelism.data_parallel_size > 1
+        return bool(self.enable_elastic_ep) and self.parallelism.data_parallel_size > 1
 
     @property
     def units(self) -> tuple[int, int]:
         """What starts and stops by itself, and its GPUs: workers, or engines of an elastic one."""
-        parallelism = self.own.parallelism
+        parallelism = self.parallelism
         engines = parallelism.data_parallel_size if self.is_elastic else 1
         return self.workers * engines, parallelism.n_gpus // engines
 
@@ -257,20 +265,20 @@ class WorkerPool(NamedTuple):
 
 def gpus_of(pools: Iterable[WorkerPool]) -> int:
     """Return the GPUs of all workers."""
-    return sum(pool.workers * pool.own.parallelism.n_gpus for pool in pools)
+    return sum(pool.workers * pool.parallelism.n_gpus for pool in pools)
 
 
 def price_of(pools: Iterable[WorkerPool]) -> float | None:
     """Return the price of all workers for an hour; None unless every pool has a price."""
     total = 0.0
     for pool in pools:
-        if pool.own.price_per_gpu_hour is None:
+        if pool.price_per_gpu_hour is None:
             return None
-        total += pool.workers * pool.own.parallelism.n_gpus * pool.own.price_per_gpu_hour
+        total += pool.workers * pool.parallelism.n_gpus * pool.price_per_gpu_hour
     return total
 
 
-class Pools(RootModel[dict[str, NamedPool]]):
+class Pools(RootModel[dict[str, WorkerPool]]):
     """The pools of a cluster by name."""
 
     model_config = ConfigDict(frozen=True)
@@ -321,18 +329,18 @@ class Pools(RootModel[dict[str, NamedPool]]):
 def _spelled(text: str) -> Pools:
     if match := _DISAGGREGATED.fullmatch(text.strip()):
         n, workers, engines, ffn_ranks = (int(number or 1) for number in match.groups())
-        decode = NamedPool(
+        decode = WorkerPool(
             workers=workers, data_parallel_size=engines, enable_expert_parallel=True,
             ffn_ranks=ffn_ranks,
         )  # fmt: skip
-        return Pools({"prefill": NamedPool(workers=n, then="decode"), "decode": decode})
+        return Pools({"prefill": WorkerPool(workers=n, then="decode"), "decode": decode})
     n_prefill, n_decode = parse_topology(text)
-    pools: dict[str, NamedPool] = {}
+    pools: dict[str, WorkerPool] = {}
     if n_prefill:
         then = "decode" if n_decode else NO_POOL
-        pools["prefill"] = NamedPool(workers=n_prefill, then=then)
+        pools["prefill"] = WorkerPool(workers=n_prefill, then=then)
     if n_decode:
-        pools["decode"] = NamedPool(workers=n_decode)
+        pools["decode"] = WorkerPool(workers=n_decode)
     return Pools(pools)
 
 
@@ -360,7 +368,7 @@ def _topology(value: Any) -> Any:
             raise own from None
         where = ".".join(map(str, ("topology", *first["loc"][:2])))
         if first["type"] == "extra_forbidden":
-            raise InputError(where, "no such field", ", ".join(NamedPool.model_fields)) from None
+            raise InputError(where, "no such field", ", ".join(WorkerPool.model_fields)) from None
         if first["type"] == "missing":
             raise InputError(where, "not given") from None
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None

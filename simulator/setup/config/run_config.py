@@ -40,7 +40,6 @@ from eldr_sim.simulator.setup.config.groups import (
 from eldr_sim.simulator.setup.config.paths import resolved
 from eldr_sim.simulator.setup.config.pools import (
     Fields,
-    OwnPool,
     Pool,
     WorkerPool,
     gpus_of,
@@ -175,35 +174,31 @@ class RunConfig(Fields):
         """The pools, in the order in which workers are numbered."""
         named = pools_of(self.cluster.topology)
         return tuple(
-            WorkerPool(
+            self.pool("decode" if pool.decodes else "prefill", pool).named(
                 name,
                 "co-located"
                 if not self.cluster.n_prefill and isinstance(self.cluster.topology, str)
                 else name,
-                pool.workers,
-                pool.takes_over,
-                pool.then is None,
-                self.pool("decode" if pool.then is None else "prefill", pool),
             )
             for names in named.routers
             for name in names
             for pool in [named.root[name]]
         )
 
-    def pool(self, role: str, named: OwnPool | None = None) -> OwnPool:
+    def pool(self, role: str, named: WorkerPool | None = None) -> WorkerPool:
         """Return what holds for the workers of ``prefill`` or ``decode``, or of a named pool."""
         own: dict[str, Any] = getattr(self.cluster, role).model_dump(exclude_none=True)
         if named is not None:
             own |= named.model_dump(exclude_none=True)
-        values = {
+        values: dict[str, Any] = {
             name: own.get(name, self.value(name) if name in GROUP_OF else None)
-            for name in OwnPool.model_fields
+            for name in WorkerPool.model_fields
         }
         if values["engine"] != self.engine.engine:  # the run's version is another engine's
             values["engine_version"] = own.get("engine_version")
         if role == "prefill" and "expert_placement" not in own and self.cluster.generates:
             values["expert_placement"] = "linear"
-        return OwnPool(**values)
+        return WorkerPool(**values | {"workers": own.get("workers", 1)})
 
     @property
     def price_per_hour(self) -> float | None:
