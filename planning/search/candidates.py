@@ -63,11 +63,11 @@ class ClusterTemplate:
         """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
         if not self.config.cluster.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
-        own = self.config.pools[-1]
+        last = self.config.pools[-1]
         decode = f"{y}D"
-        if own.ffn_ranks:
+        if last.ffn_ranks:
             several = f"{y}x" if y > 1 else ""
-            decode = f"{several}{own.data_parallel_size}A{own.ffn_ranks}F"
+            decode = f"{several}{last.data_parallel_size}A{last.ffn_ranks}F"
         return self.config.model_copy(update={"topology": f"{x}P{decode}" if x else f"{y}C"})
 
     def cost(self, x: int, y: int) -> float:
@@ -150,11 +150,11 @@ def shape_label(config: RunConfig) -> str:
 def _kinds(config: RunConfig) -> str:
     """Return how the workers of each pool share the model; once where they are alike."""
     kinds = []
-    for own in (pool.parallelism for pool in config.pools):
-        name = f"TP{own.tensor_parallel_size}"
-        name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
-        name += f" x {engines} engines" if (engines := own.data_parallel_size) > 1 else ""
-        kinds.append(name + (f" and {own.ffn_ranks} FFN GPUs" if own.ffn_ranks else ""))
+    for layout in (pool.parallelism for pool in config.pools):
+        name = f"TP{layout.tensor_parallel_size}"
+        name += " EP" if layout.expert_parallel and layout.n_gpus > 1 else ""
+        name += f" x {engines} engines" if (engines := layout.data_parallel_size) > 1 else ""
+        kinds.append(name + (f" and {layout.ffn_ranks} FFN GPUs" if layout.ffn_ranks else ""))
     return " + ".join(dict.fromkeys(kinds))
 
 
@@ -187,8 +187,8 @@ def clusters_to_plan(
         for role in _roles(base, given):
             pool = base.pool(role)
             price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
-            own: Pool = getattr(base.cluster, role)
-            pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
+            settings: Pool = getattr(base.cluster, role)
+            pools[role] = settings.model_copy(update={"price_per_gpu_hour": price})
         base = base.model_copy(update=pools)
         made.setdefault((gpu_label(base), axes.label(base)), base)
     _check_prices(made.values(), given)

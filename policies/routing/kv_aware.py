@@ -26,7 +26,7 @@ class KVAwarePolicy(RouterPolicy):
     needs = Needs(matched=True, ends=True, columns=_READS)
 
     def __init__(self, context: PolicyContext, parameters: Any = None) -> None:
-        self.own, self._turn = parameters, 0
+        self.parameters, self._turn = parameters, 0
         self._decodes = context.computes_prompts
         #: Tokens sent to each worker whose prompts are not computed, and of which request.
         self.queued = np.zeros(context.n_workers, np.int64)
@@ -79,14 +79,14 @@ class DynamoPolicy(KVAwarePolicy):
 
     def costs(self, request: RequestInfo, workers: Workers) -> _Scores:
         """Return blocks to compute and blocks that decode."""
-        own: DynamoParameters = self.own
+        parameters: DynamoParameters = self.parameters
         known = workers.matched.astype(float)
         if len(workers.reachable):
-            known += own.tier * (workers.reachable - workers.matched)
-        blocks = self.todo(workers) + request.prompt_len - own.credit * known
+            known += parameters.tier * (workers.reachable - workers.matched)
+        blocks = self.todo(workers) + request.prompt_len - parameters.credit * known
         decoding = workers.running_tokens if self.decision == "decode" else 0
-        cost: _Scores = (np.maximum(blocks, 0) + decoding) / own.block_tokens
-        return cost + own.load * workers.loads
+        cost: _Scores = (np.maximum(blocks, 0) + decoding) / parameters.block_tokens
+        return cost + parameters.load * workers.loads
 
 
 class LMetricPolicy(KVAwarePolicy):
@@ -121,14 +121,14 @@ class LlmdPolicy(KVAwarePolicy):
 
     def costs(self, request: RequestInfo, workers: Workers) -> _Scores:
         """Return the negative sum of the scores."""
-        own: LlmdParameters = self.own
+        parameters: LlmdParameters = self.parameters
         waiting, seen = workers.waiting, workers.waiting[workers.healthy]
         span = max(1, int(seen.max() - seen.min()))
-        score = own.prefix * workers.matched / request.prompt_len
+        score = parameters.prefix * workers.matched / request.prompt_len
         if len(workers.reachable) and (workers.reachable > workers.matched).any():
-            score = score + own.tier * workers.reachable / request.prompt_len
-        score = score + own.queue * (seen.max() - waiting) / span
-        return np.asarray(-(score + own.kv * (1.0 - workers.kv_usage)))
+            score = score + parameters.tier * workers.reachable / request.prompt_len
+        score = score + parameters.queue * (seen.max() - waiting) / span
+        return np.asarray(-(score + parameters.kv * (1.0 - workers.kv_usage)))
 
 
 class CacheAwareParameters(Parameters):
@@ -150,12 +150,12 @@ class CacheAwarePolicy(KVAwarePolicy):
 
     def costs(self, request: RequestInfo, workers: Workers) -> _Scores:
         """Return loads, or where a match is long enough the tokens that are not matched."""
-        own: CacheAwareParameters = self.own
+        parameters: CacheAwareParameters = self.parameters
         loads = workers.loads[workers.healthy]
-        uneven = loads.max() - loads.min() > own.absolute
-        uneven = uneven and loads.max() > own.relative * loads.min()
+        uneven = loads.max() - loads.min() > parameters.absolute
+        uneven = uneven and loads.max() > parameters.relative * loads.min()
         best = workers.matched[workers.healthy].max()
-        if uneven or best <= own.threshold * request.prompt_len:
+        if uneven or best <= parameters.threshold * request.prompt_len:
             return workers.loads.astype(float)
         return np.asarray(-workers.matched, np.float64)
 
@@ -189,10 +189,10 @@ class LoadAwarePolicy(KVAwarePolicy):
 
     def costs(self, request: RequestInfo, workers: Workers) -> _Scores:
         """Return excess load less the share that is matched."""
-        own: LoadAwareParameters = self.own
+        parameters: LoadAwareParameters = self.parameters
         mean = float(workers.loads.mean())
         excess = (workers.loads - mean) / max(1.0, mean)
-        return np.asarray(own.beta * excess - workers.matched / request.prompt_len)
+        return np.asarray(parameters.beta * excess - workers.matched / request.prompt_len)
 
 
 class SessionParameters(Parameters):
@@ -217,7 +217,7 @@ class SessionPolicy(KVAwarePolicy):
         """Return loads, below 0 for the session's worker."""
         cost = workers.loads.astype(float)
         home, since = self._homes.get(request.session, (-1, 0.0))
-        if home >= 0 and workers.now_s - since <= self.own.lifetime_s:
+        if home >= 0 and workers.now_s - since <= self.parameters.lifetime_s:
             cost[home] = -1.0
         return cost
 
@@ -248,11 +248,11 @@ class SplitPolicy(KVAwarePolicy):
 
     def costs(self, request: RequestInfo, workers: Workers) -> _Scores:
         """Return tokens to compute; the part that is for others comes last."""
-        own: SplitParameters = self.own
-        cached = workers.matched[workers.healthy].max() if own.remaining else 0
-        first = max(1, round(own.short * len(workers.loads)))
+        parameters: SplitParameters = self.parameters
+        cached = workers.matched[workers.healthy].max() if parameters.remaining else 0
+        first = max(1, round(parameters.short * len(workers.loads)))
         work = (self.todo(workers) + request.prompt_len - workers.matched).astype(float)
-        is_short = request.prompt_len - cached < own.tokens
+        is_short = request.prompt_len - cached < parameters.tokens
         work[first:] += 1e15 * is_short
         work[:first] += 1e15 * (not is_short)
         return work
