@@ -72,8 +72,34 @@ def test_comparisons_have_a_band_from_pairs():
     [
         ("Qwen3-30B-A3B", "H100", [1]), ("Llama-3.1-70B", "H100", [1]),
         ("DeepSeek-R1", "H200", [1, 8]), ("Qwen3-235B-A22B", "H100", [1, 8]),
+        ("GLM-5", "H200", [1, 8]), ("Kimi-K2", "B200", [1, 8]), ("GPT-OSS-120B", "H200", [1]),
     ],
 )  # fmt: skip
 def test_mla_and_large_moe_models_are_planned_as_they_are_deployed(model, gpu, engines):
     assert usual_engines(make_config({"model": model, "gpu": gpu})) == engines
     assert usual_engines(make_config({"model": model, "gpu": gpu, "topology": "1P"})) == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "gpu", "rate"),
+    [
+        ("DeepSeek-R1", "H200", 10.0), ("Qwen3-235B-A22B", "H200", 10.0),
+        ("GPT-OSS-120B", "H200", 40.0),
+    ],
+)  # fmt: skip
+def test_a_wider_search_finds_nothing_much_cheaper(model, gpu, rate):
+    """By default plans search what people deploy; more engines of a worker save no more than two
+    predictions on one GPU may differ by."""
+    config = make_config(
+        {"model": model, "gpu": gpu, "request_rate": rate, "input_len": 3000, "output_len": 500}
+        | {"duration": 30, "warmup": 25}
+    )
+    objective = Objective(ServiceLevel(ttft=2000, tpot=50), 0.99, (3,))
+    plain, wide = (
+        find(Space(config, ["round_robin"], data_parallel_sizes=engines), Cheapest(objective))
+        for engines in ([], [1, 2, 4, 8, 16])
+    )
+    assert plain.best is not None
+    assert wide.best is not None
+    assert plain.best.cost <= wide.best.cost * relative()["tpot"]["factor"]

@@ -48,7 +48,7 @@ def text(browser, name):
 
 def settle(browser):
     """Wait until everything of the state is there and drawn."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300  # the first run compiles, and draws routing
     while time.monotonic() < end:
         time.sleep(0.1)
         if text(browser, "status") == "" and not browser.execute_script(
