@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.group(short_help="List the known GPUs.", invoke_without_command=True)
-@model_option()
+@model_option("Model to show the step times of, for each GPU.")
 @click.pass_context
 def gpus(context: click.Context, model: str) -> None:
     """List the known GPUs and how well a model's step times are known on each.

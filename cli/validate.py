@@ -198,7 +198,8 @@ def pd(out: Path | None, force: bool) -> None:
 
 
 @validate.command()
-@option("--requests", Path, "replay_data of github.com/inference-sim/training at commit c4f0340.",
+@option("--requests", Path, "Folder replay_data of github.com/inference-sim/training, "
+        "commit c4f0340.",
         required=True)  # fmt: skip
 @option("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")

@@ -43,8 +43,9 @@ def help_texts() -> Iterator[tuple[str, str]]:
     def walk(command: click.Command, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"{command.help or ''} {command.epilog or ''}"
         for parameter in command.params:
-            if isinstance(parameter, click.Option):
-                yield f"{path} {parameter.opts[0]}", parameter.help or ""
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                record = parameter.get_help_record(click.Context(command))
+                yield f"{path} {parameter.opts[0]}", record[1] if record else ""
         if isinstance(command, click.Group):
             context = click.Context(command)
             for name in command.list_commands(context):

@@ -1,5 +1,7 @@
 """Help, errors and pages are plain English: no idiom of the word list stands in them."""
 
+import re
+
 import pytest
 
 from . import language
@@ -31,11 +33,24 @@ def test_the_list_leaves_plain_english_alone(text):
     assert language.hits(text) == []
 
 
+#: Words that continue another option's sentence.
+CONTINUES = re.compile(
+    r"(and|or|until|but|then|which|its|their|likewise|the same|for as many|also)\b", re.I
+)
+
+
 def test_every_option_has_a_help_that_stands_alone():
-    """A sentence that begins with a capital or a name, and ends with a full stop."""
-    bad = []
-    for name, text in language.help_texts():
-        words = " ".join(text.split())
-        if words and not words[0].isalnum() and words[0] not in "`-\"'(.":
-            bad.append(f"{name}: {words[:60]}")
-    assert bad == []
+    """A sentence or noun phrase of its own: it begins with a capital, a name or a value, ends with
+    a full stop, and continues no other option's."""
+    options = [
+        (name, " ".join(text.split())) for name, text in language.help_texts() if " -" in name
+    ]
+    bad = {
+        name: text
+        for name, text in options
+        if not re.match(r"[A-Z0-9`'\"(\[]", text)
+        or not re.search(r"[.)\]]$", text)
+        or CONTINUES.match(text)
+    }
+    assert len(options) > 1000
+    assert bad == {}

@@ -98,10 +98,11 @@ class ClusterConfig(Fields):
     """The workers, their GPUs, and the links between them."""
 
     topology: Annotated[Topology, Option(common=True)] = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
-    co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x
-    prefill workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y
-    engines with their experts on z separate GPUs (docs/parallelism.md); or a file of pools."""
+    """Workers of the cluster, each of ``data_parallel_size`` engines. ``xPyD``: x prefill and y
+    decode workers; ``xC``: x co-located workers, which compute prompts in chunks beside their
+    decode batch; ``xP``: x prefill workers alone, where a request ends with its prompt;
+    ``xPyAzF``: a decode worker of y engines with their experts on z separate GPUs
+    (docs/parallelism.md); or a file of pools."""
     gpu: Annotated[GPUName, Option(common=True)] = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: Annotated[

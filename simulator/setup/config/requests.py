@@ -34,10 +34,11 @@ class WorkloadConfig(Fields):
             path="file",
         ),
     ] = "task"
-    """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
-    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, ``vllm bench
-    serve``, AIPerf and others that ``eldr-sim trace formats`` lists, or any table with
-    ``columns``). A routing trace that lacks a domain of ``task`` serves ``trace`` by default."""
+    """Requests to send: ``task``, ``language``, ``trace`` (domains and lengths of the trace's own
+    requests), ``chat`` or ``agent`` (sessions, docs/conversations.md), or a log (Azure,
+    Mooncake, ``vllm bench serve``, AIPerf and others that ``eldr-sim trace formats`` lists, or
+    any table with ``columns``). A routing trace that lacks a domain of ``task`` serves ``trace``
+    by default."""
     columns: Annotated[str | None, Option(metavar="KEY=COLUMN,...")] = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
