@@ -38,7 +38,9 @@ def balance(
     redundant: tuple[int, ...],
     prompts: bool,
 ) -> None:
-    """Say whether EPLB would pay, from counters of experts.
+    """Say whether EPLB would pay.
+
+    The input is an engine's counters of experts.
 
     Says whether the load of the GPUs is skewed, whether the skew lasts, and what EPLB, redundant
     experts and METRO's choice of copies would change in the time of a step. COUNTERS are

@@ -6,7 +6,7 @@ from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.command import run_command, show_tracebacks
 
 _COMMANDS = {
-    "balance": ("balance:balance", "Say whether EPLB would pay, from counters of experts."),
+    "balance": ("balance:balance", "Say whether EPLB would pay."),
     "cache": ("listing:cache", "Show or clear the cache folder."),
     "calibrate": ("calibrate:calibrate", "Fit constants to runs of your own."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
