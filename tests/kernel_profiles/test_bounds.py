@@ -70,10 +70,11 @@ def check(steps, batch):
         assert prompt.collectives >= least
 
 
+@pytest.mark.parametrize("part", [6, pytest.param(2, marks=pytest.mark.slow)])
 @on_each("name", list_gpus())
-def test_no_known_gpu_beats_its_own_peaks(name):
+def test_no_known_gpu_beats_its_own_peaks(name, part):
     """INV-14."""
-    for at, model in enumerate(MODELS[list_gpus().index(name) % 2 :: 2]):
+    for at, model in enumerate(MODELS[list_gpus().index(name) % part :: part]):
         layout = Parallelism(8, at % 2 == 1) if at % 4 > 1 else Parallelism(1)
         check(build(model, name, layout), 1 + 7 * at)
 

@@ -75,7 +75,7 @@ def wrong(summary):
     return found
 
 
-@pytest.mark.parametrize("first", [0, 30])
+@pytest.mark.parametrize("first", [0, pytest.param(30, marks=pytest.mark.slow)])
 def test_shares_are_shares_and_nothing_is_a_sentinel(first):
     ran = 0
     for seed in range(first, first + 30):

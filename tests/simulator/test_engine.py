@@ -80,7 +80,7 @@ def assert_same(record, reference):
     np.testing.assert_allclose(record.end_s, reference.end_s, **close)
 
 
-@examples(120, 3000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
+@examples(60, 3000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
 def test_the_plane_equals_the_reference(prefill, decode, **drawn):
     """INV-5."""
     make, make_reference = make_pair(random_cluster(**drawn), prefill, decode)

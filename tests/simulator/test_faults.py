@@ -116,7 +116,7 @@ SENT_AGAIN_EARLY = {
 
 
 @examples(
-    70, 1200, SENT_AGAIN_EARLY, early=st.booleans(), prefill=POLICIES["prefill"],
+    40, 1200, SENT_AGAIN_EARLY, early=st.booleans(), prefill=POLICIES["prefill"],
     decode=st.sampled_from(["jsq", "round_robin", "p2c", "holds"]), **RANDOM_CLUSTER,
 )  # fmt: skip
 def test_faults_equal_the_reference(prefill, decode, **drawn):

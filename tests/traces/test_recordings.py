@@ -108,7 +108,7 @@ def test_what_routing_rests_on_is_said(changes, model, want):
     assert rests_on(manifest, model).startswith(want)
 
 
-@on_each("name", PRESETS)
+@on_each("name", sorted(PRESETS)[::3])
 def test_a_drawn_result_says_in_two_lines_what_docs_promise(name):
     """Prompts and answers by one process, and the tokens that were recorded, if of this model."""
     model = preset_model(name)

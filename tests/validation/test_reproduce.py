@@ -155,8 +155,13 @@ def test_every_figure_and_table_of_the_paper_is_there(figures):
     assert tuple(figures) == NAMES
 
 
-@on_each("name", NAMES)
-def test_every_claim_has_a_value_or_a_reason_and_every_figure_a_picture(figures, name, tmp_path):
+@pytest.mark.parametrize("names", [NAMES[::2], pytest.param(NAMES[1::2], marks=pytest.mark.slow)])
+def test_every_claim_has_a_value_or_a_reason_and_every_figure_a_picture(figures, names, tmp_path):
+    for name in names:
+        has_values_and_a_picture(figures, name, tmp_path)
+
+
+def has_values_and_a_picture(figures, name, tmp_path):
     reproduction = figures[name]()
     assert reproduction.name == name
     assert reproduction.table.num_rows > 0
