@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all."""
 
 import errno
+import os
 import stat
 
 import pytest
@@ -72,3 +73,22 @@ def test_a_link_to_nothing_is_refused_before_anything_runs(tmp_path, run_cli):
         "(allowed: a new folder)\n",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_folder_that_its_successor_cannot_replace_stays(tmp_path, monkeypatch, error):
+    out, real, calls = tmp_path / "out", os.replace, []
+    out.mkdir()
+    (out / "old").touch()
+
+    def replace(source, target):
+        calls.append(target)
+        if len(calls) == 2:  # the old one is aside
+            raise error
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises((error, InputError)), whole_folder(out) as temporary:
+        (temporary / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["old"]

@@ -225,8 +225,11 @@ def test_a_task_that_ends_is_logged_counted_and_started_again():
     asyncio.run(scene())
 
 
-def test_a_task_that_fails_for_ever_is_tried_at_least_every_half_minute(monkeypatch):
-    """The waits double from 0.1 s up to 30 s; at 0.1 s a broken task would fill the log."""
+@pytest.mark.parametrize("stable_s", [60.0, -1.0])
+def test_a_task_that_fails_for_ever_is_tried_at_least_every_half_minute(monkeypatch, stable_s):
+    """The waits double from 0.1 s up to 30 s; at 0.1 s a broken task would fill the log. After a
+    task that has run for ``stable_s`` they begin anew."""
+    monkeypatch.setattr(tasks_module, "_STABLE_S", stable_s)
     waits = []
 
     async def slept(seconds):
@@ -244,6 +247,9 @@ def test_a_task_that_fails_for_ever_is_tried_at_least_every_half_minute(monkeypa
 
     monkeypatch.setattr(tasks_module.asyncio, "sleep", slept)
     asyncio.run(scene())
+    if stable_s < 0:
+        assert waits == [0.1] * 12
+        return
     assert waits[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert waits[-2:] == [30.0, 30.0]
 
