@@ -49,7 +49,7 @@ COMMANDS = {
     "--out out",
 }
 
-_QUICK = ("run", "plan", "published", "freeze", "sweep")
+_QUICK = ("plan", "published", "freeze", "sweep")
 
 
 @pytest.fixture
@@ -151,8 +151,10 @@ def test_what_is_left_is_said(place, run_cli, monkeypatch, command, how):
     if command == "plan":
         monkeypatch.setattr(runner, "simulate_summary", Analytic(0.02).summary)
     interrupted = Interrupted(monkeypatch, full_disk if full else _Terminated)
-    assert run_cli(*words)[0] == 0
-    emptied(place, before)
+    for _ in range(2):  # the first run also fills the cache
+        interrupted.happened = 0
+        assert run_cli(*words)[0] == 0
+        emptied(place, before)
     moments = interrupted.happened
     for interrupted.left in range(1, moments + 1):
         if 3 < interrupted.left < moments - 6:
