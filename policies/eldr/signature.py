@@ -85,7 +85,16 @@ def score_of(transform: Transform) -> PromptScore:
 
 
 def transformed(scores: Array, transform: Transform, idf: Floats) -> Floats:
-    """Transform prompt scores, [n, L, E] (:func:`score_of`); ``idf``, [L, E]."""
+    """Return expert signatures from prompt scores.
+
+    Args:
+        scores: ``[requests, layers, experts]``, see :func:`score_of`.
+        transform: the transform to apply.
+        idf: ``[layers, experts]``, see `idf_weights`.
+
+    Returns:
+        ``[requests, layers, experts]``.
+    """
     if transform == "count-idf":
         return np.asarray(scores * idf)
     if transform == "sqrt":

@@ -62,7 +62,14 @@ def describe(
 
 
 def request_times(record: RunRecord) -> dict[str, Floats]:
-    """Return ``ttft, tpot, e2el`` in seconds per request; NaN where a request has none."""
+    """Return the latencies of each request of a run.
+
+    Args:
+        record: what a run recorded.
+
+    Returns:
+        ``ttft``, ``tpot`` and ``e2el`` in seconds, ``[requests]`` each; NaN where a request has none.
+    """
     requests = record.requests
     sent, first, finish = (requests[f"{at}_s"] for at in ("sent", "first_token", "finish"))
     tokens, done = requests["output_len"], record.completed
