@@ -68,7 +68,7 @@ def request_times(record: RunRecord) -> dict[str, Floats]:
         record: what a run recorded.
 
     Returns:
-        ``ttft``, ``tpot`` and ``e2el`` in seconds, ``[requests]`` each; NaN where a request has none.
+        ``ttft``, ``tpot`` and ``e2el`` in seconds, ``[requests]`` each; NaN where there is none.
     """
     requests = record.requests
     sent, first, finish = (requests[f"{at}_s"] for at in ("sent", "first_token", "finish"))
