@@ -206,19 +206,19 @@ class Scheduler:
         While blocks lack, the one that was admitted last goes, or under priority scheduling the
         last in the queue order. If that is the one that lacks them, all behind it sit the step
         out."""
-        preempts = False
+        preempts, most = False, self.longest_chunk()
         for sequence in sorted(self.planned + self.prefilling, key=lambda s: s.ticket):
             prompt = sequence in self.prefilling
             if (prompt and defers_prompts) or not (prompt or sequence in self.planned):
                 continue
-            while self.lacking(sequence) > len(self.kv.pool.free):
+            while self.lacking(sequence, most) > len(self.kv.pool.free):
                 preempts, victim = True, self.victim()
                 self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
                 if victim is sequence:
                     self.sit_out(sequence.ticket)
                     return True
             if prompt:
-                self.compute(sequence)
+                self.compute(sequence, most)
             else:
                 self.take_slots(sequence)
         return preempts
@@ -414,12 +414,13 @@ class Scheduler:
 
     def fill(self) -> None:
         """Fill the token budget with contexts to compute, the one begun first (chunked prefill)."""
+        most = self.longest_chunk()
         for sequence in list(self.prefilling):
-            self.compute(sequence)
+            self.compute(sequence, most)
 
-    def compute(self, sequence: Sequence) -> None:
+    def compute(self, sequence: Sequence, most: float) -> None:
         """Compute a part of a context in the next step; with its last chunk, decode a token."""
-        chunk, decodes = self.next_chunk(sequence)
+        chunk, decodes = self.next_chunk(sequence, most)
         if chunk > 0:
             sequence.chunk += chunk
             if self.allocates_chunks:
@@ -430,10 +431,10 @@ class Scheduler:
             self.prefilling.remove(sequence)
             self.join(sequence)
 
-    def next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
-        """Return how many tokens more of a context the next step has room for, and whether it
-        decodes the next token then."""
-        most, budget = self.longest_chunk(), self.budget()
+    def next_chunk(self, sequence: Sequence, most: float) -> tuple[int, bool]:
+        """Return how many tokens more of a context the next step has room for, ``most`` of one
+        prompt, and whether it decodes the next token then."""
+        budget = self.budget()
         left = sequence.context - sequence.cached - sequence.chunk
         chunk = int(max(0, min(left, budget, most - sequence.chunk)))
         if chunk < left or self.only_prompts or sequence.chunk + chunk + sequence.tokens > most:
@@ -460,13 +461,14 @@ class Scheduler:
         free = len(self.kv.pool.free) - n
         return free >= 0 and free >= sum(map(self.kv.needed, self.planned))
 
-    def lacking(self, sequence: Sequence) -> int:
-        """Return the blocks that a running sequence lacks for what it computes next."""
+    def lacking(self, sequence: Sequence, most: float) -> int:
+        """Return the blocks that a running sequence lacks for what it computes next, ``most``
+        tokens of one prompt."""
         if sequence not in self.prefilling:
             return self.kv.needed(sequence)
         if not self.allocates_chunks:  # it has taken those of its whole context
             return 0
-        chunk, decodes = self.next_chunk(sequence)
+        chunk, decodes = self.next_chunk(sequence, most)
         end = sequence.cached + sequence.chunk + chunk + decodes * sequence.tokens
         return self.kv.needed_for(sequence, end)
 

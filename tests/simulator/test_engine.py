@@ -80,7 +80,18 @@ def assert_same(record, reference):
     np.testing.assert_allclose(record.end_s, reference.end_s, **close)
 
 
-@examples(60, 3000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
+#: One that has ended is preempted for a prompt, which is then alone: what the threshold leaves it
+#: was decided when the plan began.
+ALONE_BY_PREEMPTION = {
+    "prefill": "holds", "decode": "holds", "seed": 3215502465, "topology": (1, 0), "prefix": 2,
+    "grid": 1024, "n_ranks": 1, "own_experts": False, "async_scheduling": True,
+    "slow_transfers": True, "signal_intervals": 0, "preempt_by_key": True, "n_queue_keys": 50,
+    "aging": 0, "windows": None, "front_end": "thread_pool", "drafts": 5, "threshold": 9,
+    "early": True,
+}  # fmt: skip
+
+
+@examples(60, 3000, ALONE_BY_PREEMPTION, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
 def test_the_plane_equals_the_reference(prefill, decode, **drawn):
     """INV-5."""
     make, make_reference = make_pair(random_cluster(**drawn), prefill, decode)
