@@ -11,8 +11,8 @@ from pydantic import Field
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
-from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement
-from eldr_sim.policies.placement.eplb import EplbParameters, EplbPlacement, balance
+from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement, PlacementPolicy
+from eldr_sim.policies.placement.eplb import EplbParameters, balance, calibration_load
 
 _MOST_UNITS = 16  #: copies on each GPU of one layer
 
@@ -24,7 +24,7 @@ class CraftParameters(EplbParameters):
     """Redundant experts a layer, mean of the layers; whole copies on each GPU are given out."""
 
 
-class CraftPlacement(EplbPlacement):
+class CraftPlacement(PlacementPolicy):
     """EPLB with more copies in layers where they even the load more."""
 
     name = "craft"
@@ -32,9 +32,10 @@ class CraftPlacement(EplbPlacement):
     Parameters = CraftParameters
 
     def __init__(self, context: PolicyContext, parameters: CraftParameters) -> None:
-        super().__init__(context, parameters)
-        if parameters.load in ("none", "cluster"):
-            raise InputError("expert_placement.load", repr(parameters.load), "decode or prompt")
+        load = parameters.load
+        if load == "none" or load == "cluster":
+            raise InputError("expert_placement.load", repr(load), "decode or prompt")
+        self._load = calibration_load(context.require_calibration(self), load)
         self._budget = parameters.budget
 
     def place(self, group: ExpertGroup) -> Placement:

@@ -66,7 +66,7 @@ def test_minutes_below_95_are_below_it_and_need_an_slo(level):
     )  # fmt: skip
     pool = SimpleNamespace(
         name="workers", units=(1, 1), engine=SimpleNamespace(start_up_s=1.0),
-        own=SimpleNamespace(price_per_gpu_hour=None),
+        price_per_gpu_hour=None,
     )  # fmt: skip
     spec = SimpleNamespace(pools=[pool], names=["workers"])
     found = scaling_figures(log, "static", level, [pool], spec)["scaling"]

@@ -64,7 +64,7 @@ def test_sglang_passes_are_dealt_to_requests(schedule):
     waiting = list(range(len(lengths)))
     running: list[list[int]] = []  # request, computed
     row = 0
-    ambiguous = False
+    ambiguous, ended = False, set()
     while waiting or running:
         joined = waiting[:joins]
         waiting = waiting[joins:]
@@ -77,6 +77,7 @@ def test_sglang_passes_are_dealt_to_requests(schedule):
                 row += n
             running.append([request, prompt])
         positions = [computed for _, computed in running]
+        ambiguous |= not ended.isdisjoint(positions)  # one that has ended might go on there
         for request, _ in running:
             truth[request].append(row + [r for r, _ in running].index(request))
         records.append((2, positions, None, row))
@@ -84,6 +85,7 @@ def test_sglang_passes_are_dealt_to_requests(schedule):
         after = [[r, c + 1] for r, c in running]
         running = [[r, c] for r, c in after if c < sum(lengths[r])]
         gone = [c for r, c in after if c >= sum(lengths[r])]
+        ended.update(gone)
         ambiguous |= any(c in [x for _, x in running] for c in gone)
         ambiguous |= len({c for _, c in after}) < len(after) and bool(gone)
     if ambiguous:

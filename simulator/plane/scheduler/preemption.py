@@ -88,9 +88,11 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
     if pool.mixed_steps and not pool.fewest_first:
         _schedule_running(clock, engines, w, prompts)
         return
+    preempts = False
     while lacks_blocks(engines, w, prompts):
+        preempts = True
         _take_back(clock, engines, w, _victim(engines, w), False)
-    if pool.reserve == OF_SHARE:
+    if preempts and pool.reserve == OF_SHARE:
         _raise_share(engines, w)
 
 
