@@ -1,7 +1,7 @@
 """What counters of experts say of a deployment: is it skewed, does that last, what would help?
 
-No token is known, only how often each expert was chosen. Steps are drawn from that: each of so many
-tokens chooses an expert with its share of the load, independently. Tokens of a real step choose
+No token is known, only how often each expert was chosen. Steps are drawn from that: each token of a
+step chooses an expert with its share of the load, independently. Tokens of a real step choose
 alike, so real steps activate fewer experts than drawn ones. Each step is placed and priced as the
 simulator's are: EPLB's placement (`policies.placement.eplb`), the choice among copies
 (`policies.replicas`), a rank's MoE layer by its token-expert pairs and activated experts

@@ -105,7 +105,7 @@ def explain_run(run: Folder) -> Explanation:
         if (transfers := limits.get("kv_transfers_per_worker")) is not None:
             lines.append(f"KV transfers in progress on a decode worker: {transfers:.2f}")
     if faults := summary.get("faults"):
-        lines += _of_faults(faults, run.documents["config"], run.name)
+        lines += _of_faults(faults, run.documents["config"]["config"], run.name)
     if band := summary.get("error_band"):
         lines.append(one_line(band))
     return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
@@ -121,17 +121,16 @@ def _of_faults(faults: Mapping[str, Any], config: Mapping[str, Any], name: str) 
         recovery = event["time_to_recover_s"]
         after = "not recovered" if recovery is None else f"recovered after {recovery:.1f} s"
         lines.append(f"{event['event']}: {kind} {told} req/s; {after}")
-    flat = {name: value for group in config.values() if isinstance(group, Mapping)
-            for name, value in group.items()} | dict(config)  # fmt: skip
     changes = []
-    if flat.get("retry") != "migrate":
+    if config["retry"] != "migrate":
         changes.append("retry=migrate")
-    if flat.get("health_delay_ms"):
+    if config["health_delay_ms"]:
         changes.append("health_delay_ms=0")
-    if larger := _one_more(flat.get("topology")):
+    if larger := _one_more(config["topology"]):
         changes.append(f"topology={larger}")
-    asked = " ".join(f"--set {change}" for change in changes)
-    lines.append(f"What would have helped: eldr-sim what-if {name} {asked}")
+    if changes:
+        asked = " ".join(f"--set {change}" for change in changes)
+        lines.append(f"Remedies to try: eldr-sim what-if {name} {asked}")
     return lines
 
 

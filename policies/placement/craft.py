@@ -40,7 +40,7 @@ class CraftPlacement(PlacementPolicy):
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`, or if the engine has
-        redundant experts of its own."""
+        ``num_redundant_experts``."""
         if group.n_redundant:
             problem = "'craft' has its own, by layer"
             raise InputError("num_redundant_experts", problem, "0, and --expert-placement "

@@ -30,7 +30,7 @@ def default_tiles(model: str, slots: int, slowdown: float = 1.0) -> TiledMoE:
 
     Args:
         model: that the table is of.
-        slots: experts of a rank, with copies: beyond so many tokens the larger tile runs.
+        slots: experts of a rank, with copies; with more tokens the larger tile runs.
         slowdown: times that reading takes on another GPU.
 
     Returns:

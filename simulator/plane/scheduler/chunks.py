@@ -21,7 +21,7 @@ ANY = np.int64(1 << 60)
 
 @compiled()
 def budget_left(engines: Engines, w: int) -> Any:
-    """Return the tokens that the next step has room for; of its own who sits out takes none."""
+    """Return the tokens that the next step has room for; sequences that sit out take none."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     tokens = worker.tokens if pool.mixed_steps else worker.joined
     return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens

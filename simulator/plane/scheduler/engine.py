@@ -208,7 +208,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     defers = balances or defers_prompts(engines, w)
     while pool.mixed_steps and lacks_blocks(engines, w, not (defers or worker.one_step)):
         preempt(clock, engines, w, not (defers or worker.one_step))
-        # Nobody is admitted in this step if there is one; else the engine plans again at once.
+        # No request is admitted in this step if there is one; else the engine replans at once.
         worker.one_step, worker.stopped = has_step(worker), what_stopped(engines, w, defers)
         if worker.one_step:
             break

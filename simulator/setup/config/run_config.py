@@ -330,7 +330,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(nested, dict):
         return flat(values)
     found = flat(resolved(nested, path.parent))
-    explicit = make_config(found).explicit_fields(
-        "json"
-    )  # but for what it ran with and nobody asked for
+    # Without the engine's defaults, which the result states too.
+    explicit = make_config(found).explicit_fields("json")
     return {name: value for name, value in found.items() if name in explicit}
