@@ -22,7 +22,7 @@ def described_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 class DescribedSchema(GenerateJsonSchema):
-    """Makes a JSON schema whose properties have these descriptions."""
+    """Makes a JSON schema with these descriptions on its properties."""
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         """Return the schema of a model."""

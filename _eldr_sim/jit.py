@@ -78,7 +78,7 @@ class InlinedCompiler(Compiler):
 
 
 class RestrictedCompiler(InlinedCompiler):
-    """The same for functions whose arrays do not overlap, as C's ``restrict`` says. Loops over
+    """The same for functions with arrays that do not overlap, as C's ``restrict`` says. Loops over
     several of them need no test of that before they run in vector registers."""
 
     def define_pipelines(self) -> Any:

@@ -117,7 +117,7 @@ class _Members(AttributeTemplate):
 @infer_global(operator.getitem)
 class _Items(AbstractTemplate):
     def generic(self, args: Any, _kws: Any) -> Any:
-        """Return the type of an item of a tuple whose items are alike."""
+        """Return the item type of a homogeneous tuple."""
         reference, index = args
         if not isinstance(reference, ReferenceType) or not isinstance(index, types.Integer):
             return None

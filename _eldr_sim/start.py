@@ -11,8 +11,7 @@ _working: threading.Timer | None = None
 
 
 def main() -> None:
-    """Import the command line and run it; a terminal that waits for a second is told of the
-    work."""
+    """Import the command line and run it; a terminal shows a message after a second."""
     global _working
     gc.set_threshold(200_000)  # cycles are few; to look for them was a tenth of a short run
     if sys.stderr is not None and sys.stderr.isatty():

@@ -66,13 +66,20 @@ class Drawn:
 
     @property
     def pictures(self) -> list[str]:
-        """The titles that `plot` knows."""
+        """Titles of the pictures that `plot` draws."""
         return [picture.title for picture in self._pictures()]
 
     def plot(self, title: str = "") -> Any:
         """Return a picture of the report as a `plotly.graph_objects.Figure`.
 
-        ``title`` is a part of one of `pictures`; the first one without it.
+        Args:
+            title: a part of one of `pictures`; empty: the first picture.
+
+        Returns:
+            The figure.
+
+        Raises:
+            InputError: no picture has this title.
         """
         from eldr_sim.reports.figures import pick, plotly_figure
 
@@ -92,12 +99,20 @@ class Drawn:
 
 
 class Reportable(Drawn):
-    """What a result that has a page can do besides."""
+    """A result with a page: it can be written, drawn and reported."""
 
     _name = ""
 
     def write(self, out: AnyPath, *, force: bool = False) -> None:
-        """Write the folder that the command writes with ``--out``."""
+        """Write the folder that the command writes with ``--out``.
+
+        Args:
+            out: the folder.
+            force: whether to replace a folder that exists.
+
+        Raises:
+            InputError: the folder exists, or cannot be written.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -114,7 +129,15 @@ class Reportable(Drawn):
             return pictures_of(folder, self._name)
 
     def report(self, out: AnyPath, *, force: bool = False) -> None:
-        """Write the page that ``eldr-sim report`` makes of this result."""
+        """Write the page that ``eldr-sim report`` makes of this result.
+
+        Args:
+            out: the HTML file.
+            force: whether to replace a file that exists.
+
+        Raises:
+            InputError: the file exists, or cannot be written.
+        """
         from eldr_sim.reports.page import write_report
 
         with self._folder() as folder:
@@ -122,7 +145,7 @@ class Reportable(Drawn):
 
 
 class Run(Reportable, simulator_run.Result):
-    """A run: ``summary`` (the fields of ``vllm bench serve``), and tables of what happened."""
+    """A run: ``summary`` (the fields of ``vllm bench serve``), and tables of requests and steps."""
 
     @property
     def _name(self) -> str:  # type: ignore[override]
@@ -130,16 +153,24 @@ class Run(Reportable, simulator_run.Result):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row a request: lengths, times, latencies, workers, outcome."""
+        """One row per request: lengths (tokens), times (s), latencies (ms), workers, outcome."""
         return self.requests.to_pandas()  # type: ignore[no-any-return]
 
     @property
     def steps_frame(self) -> pd.DataFrame:
-        """A row an engine step: worker, batch, tokens, activated experts, times."""
+        """One row per engine step: worker, batch, tokens, activated experts, times (s)."""
         return self.steps.to_pandas()  # type: ignore[no-any-return]
 
     def write(self, out: AnyPath, *, force: bool = False) -> None:
-        """Write ``summary.json``, ``requests.parquet``, ``steps.parquet``, ``config.json``."""
+        """Write ``summary.json``, ``requests.parquet``, ``steps.parquet``, ``config.json``.
+
+        Args:
+            out: the folder.
+            force: whether to replace a folder that exists.
+
+        Raises:
+            InputError: the folder exists, or cannot be written.
+        """
         from eldr_sim.simulator.results import write_result
 
         write_result(self, out, force=force)
@@ -275,10 +306,23 @@ def run(
 class Simulation(simulation.Simulation):
     """One run that shares its clock with SimPy processes (docs/python.md).
 
-    ``arrivals``: whether the configuration's load arrives. Without it all requests come from
-    processes, and each that arrives after the warm-up is measured; ``prefixes``: whether these
-    bring what their prompts begin with (``request(prefix=[...])``); ``absent``: workers of the
-    topology that are not there at first: ``("decode:4",)``; ``backend``, ``workers``: as of `run`.
+    ``env`` is the `simpy.Environment` of the run; ``cluster`` sends requests and starts, stops and
+    disturbs workers.
+
+    Args:
+        config: what ``options`` override; None: the defaults.
+        arrivals: whether the configuration's load arrives; without it all requests come from
+            processes, and those after the warm-up are measured.
+        prefixes: whether requests bring the prefix blocks of their prompts
+            (``request(prefix=[...])``); only without ``arrivals``.
+        absent: workers of the topology that are missing until they are started:
+            ``("decode:4",)``.
+        backend: ``compiled``, ``simpy`` (the model as SimPy processes) or ``vllm``.
+        workers: for ``simpy``, classes in place of a pool's workers.
+        options: options of ``eldr-sim run``, as of `run`.
+
+    Raises:
+        InputError: something does not exist or does not fit together.
 
     Examples
     --------
@@ -308,5 +352,17 @@ class Simulation(simulation.Simulation):
         super().__init__(made, arrivals=arrivals, backend=backend, workers=workers, **how)
 
     def run(self, until: float | None = None) -> Run:
-        """Let things happen until a simulated time, s; returns what happened so far."""
+        """Advance the run and return its result so far, with open requests as unserved.
+
+        Args:
+            until: simulated time, s; None: to the end of the measured requests or, without
+                arrivals, until no event is left.
+
+        Returns:
+            The run up to that time: ``summary``, ``frame``, ``steps_frame``.
+
+        Raises:
+            InputError: ``until`` is not after the time now.
+            ProcessError: a process failed; the error names it.
+        """
         return Run._of(super().run(until))

@@ -29,12 +29,12 @@ class Comparison(Reportable, policies_compared.Comparison):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row a policy and seed."""
+        """One row per policy and seed."""
         return self.runs.to_pandas()  # type: ignore[no-any-return]
 
     @property
     def differences_frame(self) -> pd.DataFrame:
-        """A row a policy, reference and metric: percent, with its 95% interval."""
+        """One row per policy, reference and metric: percent, with its 95% interval."""
         import pandas as pd
 
         columns = ("name", "reference", "metric", "percent", "low", "high")
@@ -49,7 +49,7 @@ class Plan(Reportable, answer.Answer):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row a cluster that was simulated."""
+        """One row per simulated cluster."""
         import pandas as pd
 
         return pd.json_normalize(self.record()["clusters"])
@@ -72,7 +72,7 @@ class WhatIf(Drawn, what_if_asked.WhatIf):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row a change and metric: percent, with its 95% interval."""
+        """One row per change and metric: percent, with its 95% interval."""
         import pandas as pd
 
         rows = [{"change": c["name"]} | e for c in self.record()["changes"] for e in c["effects"]]

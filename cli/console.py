@@ -238,7 +238,7 @@ def task_bar() -> Iterator[Callable[[str, float], None]]:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; columns whose cells are all numbers are right-aligned."""
+    """Print a table; purely numeric columns are right-aligned."""
     click.echo(title)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):

@@ -20,7 +20,7 @@ def complete(
     listed: bool = False,
 ) -> Completer:
     """Return a completer of names, in any case. ``paths``: which may be given instead; ``listed``:
-    a list with commas, whose last part is completed."""
+    a comma-separated list; its last part is completed."""
 
     def found(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, word = incomplete.rpartition(",") if listed else ("", "", incomplete)

@@ -91,9 +91,9 @@ def _point_to_options(ctx: click.Context, _: click.Parameter, value: bool) -> No
 
 
 def run_options(*, without: tuple[str, ...] = (), seldom: str = "") -> Decorator:
-    """Add an option for each field of :class:`RunConfig` but for pools, whose fields are set by
-    their paths; and ``--set``, ``--config`` and ``--preset``. ``seldom``: a group that the help of
-    this command does not show."""
+    """Add an option for each field of :class:`RunConfig` except pools, which are set by path; and
+    ``--set``, ``--config`` and ``--preset``. ``seldom``: a group that the help of this command does
+    not show."""
     fields = [name for name in RUN_FIELDS if name not in (*POOLS, *without)]
     options = [_field_option(name, RUN_FIELDS[name], shown=GROUP_OF[name] != seldom)
                for name in fields]  # fmt: skip

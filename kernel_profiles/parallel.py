@@ -13,15 +13,15 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
 - An engine of several nodes reduces inside each and then between them, GPUs of the same place.
 - With pipeline parallelism (``--pipeline-parallel-size``) the layers are cut into stages of that
   many times the GPUs (:mod:`~eldr_sim.kernel_profiles.steps.step_time`).
-- With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
-  dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
+- With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have separate
+  attention, dense layers and KV caches and share the experts, which lie on the GPUs of all of
   them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel
   ranks. Tokens are dispatched to them and combined back
   (`kernel_profiles.kernels.all_to_all`); each rank with a part of every expert gets all. The ranks
   of an engine dispatch a part of its tokens each and gather the outputs (sequence parallel MoE,
   ``use_sequence_parallel_moe``).
-- With attention-FFN disaggregation (``ffn_ranks``) the routed experts lie on GPUs of their own and
-  not on those of the engines, which have all else: gates, shared experts and dense layers, too."""
+- With attention-FFN disaggregation (``ffn_ranks``) the routed experts lie on separate GPUs, not on
+  those of the engines, which have all else: gates, shared experts and dense layers, too."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Functions whose values are the same on any machine."""
+"""Functions with the same values on any machine."""
 
 from collections.abc import Callable
 

@@ -105,32 +105,33 @@ class RouterPolicy(Policy):
     artifact: RoutingArtifact | None = None
     """The fit that the policy uses; a placement of the same run may rest on it."""
     rule_by: RuleBy | None = None
-    """What decides on the rule of a request, if ``rules`` tells one; None: ``select`` is asked for
+    """What decides on the rule of a request, if ``rules`` gives one; None: ``select`` is called for
     each request."""
     prefix_blocks: int = 0
     """Blocks of a prompt's start that make its key, where ``rule_by`` is ``prefix``."""
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the index of the worker; None to hold the request, which is asked for again, in
-        the order of arrival among those held, when the router hears of an end or of new signals."""
+        """Return the index of the worker; None to hold the request: ``select`` is called again, in
+        the order of arrival among those held, when the router receives a completion or new
+        signals."""
         return self.rules([request])[0].pick(workers)
 
     def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | StickyRule]:
         """Return the rule of each request; the same object for equal requests.
 
-        Unless ``rule_by`` is None, the simulator asks once for all requests that the policy treats
-        alike and applies the rules itself, compiled."""
+        Unless ``rule_by`` is None, the simulator calls it once for all requests that the policy
+        treats alike and applies the rules itself, compiled."""
         raise NotImplementedError
 
     def compiled(self, workers: Workers, n_kinds: int) -> CompiledDecisions | None:
         """Return compiled code that decides as ``select`` does, of a policy that reads signatures,
-        on these workers, whose columns change with time, and on so many kinds of requests, each of
-        one signature; None: ``select`` is called."""
+        on these workers (their columns change with time) and on ``n_kinds`` kinds of requests, each
+        of one signature; None: ``select`` is called."""
         return None
 
     def on_complete(self, request_id: int, worker: int) -> None:
         """Take note, as SGLang's ``on_request_complete``, that a request has left the worker that
-        ``select`` chose for it: when the router hears of it; once for every request placed, unless
+        ``select`` chose for it, when the router learns of it: once for every request placed, unless
         the run ends before."""
         raise NotImplementedError
 
@@ -139,7 +140,7 @@ class RouterPolicy(Policy):
         KV cache events.
 
         Hashes as in ``RequestInfo.prefix_hash``, full blocks only; one in both has come and gone.
-        This and ``on_tokens`` are told before the policy decides next, in the order in which they
+        This and ``on_tokens`` are called before the policy decides next, in the order in which they
         happened; where engines publish signals now and then, after each publication."""
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class RouterPolicy(Policy):
 
 
 def gives_rules(policy: RouterPolicy | None) -> bool:
-    """Whether a policy tells rules, and no subclass has given it another ``select``."""
+    """Whether a policy gives rules, and no subclass has given it another ``select``."""
     if policy is None or policy.rule_by is None:
         return False
     return "rules" in overridden_methods(policy, {"select", "rules"})
@@ -162,8 +163,8 @@ def overridden_methods(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
 
 
 def decisions_of(policy: RouterPolicy, workers: Workers, n: int) -> CompiledDecisions | None:
-    """Return a policy's compiled decisions on ``n`` kinds of requests; None where it has to be
-    asked: it has none, or a subclass decides in another way."""
+    """Return a policy's compiled decisions on ``n`` kinds of requests; None where ``select`` has to
+    be called: it has none, or a subclass decides in another way."""
     if "compiled" not in overridden_methods(policy, _ASKED | {"compiled"}):
         return None
     return policy.compiled(workers, n)

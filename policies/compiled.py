@@ -1,5 +1,5 @@
-"""Decisions in compiled code: what a policy may give a simulator, which otherwise asks it in Python
-for each request."""
+"""Decisions in compiled code: what a policy may give a simulator, which otherwise calls it in
+Python for each request."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

@@ -19,7 +19,7 @@ _OURS = "eldr_sim"
 
 
 def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
-    """Return a subclass whose errors, and answers that are none, raise InputError, naming
+    """Return a subclass that raises InputError for its errors and for invalid answers, naming
     ``origin``, its package or file, and ``field`` of the configuration. What it inherits from ours
     stays (`base.gives_rules`)."""
     whose = f"{policy.name!r} of {origin}"

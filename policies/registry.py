@@ -3,7 +3,7 @@
 A package adds a policy by an entry point of the group ``eldr_sim.policies``: a class with a
 ``name``, a ``decision`` and its ``needs``, which are checked here, a subclass of `RouterPolicy`,
 `QueueOrder`, `PlacementPolicy`, `ReplicaChoice` or `Autoscaler`, or made one. Its constructor takes
-a `PolicyContext`, and its parameters if it has a list of its own as ``Parameters``
+a `PolicyContext`, and its parameters, if it has any, as ``Parameters``
 (``docs/policies.md``). ``./mine.py:Class`` is such a class in a file, without entry point, name or
 decision. Built-in names (`choice.BUILT_IN`) cannot be taken over. What goes wrong in other packages
 is an InputError that names the package, the call and the request (`plugins`)."""

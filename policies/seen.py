@@ -37,7 +37,7 @@ class Workers(NamedTuple):
 
     @classmethod
     def idle(cls, loads: ArrayLike) -> Workers:
-        """Return healthy workers with these ``loads`` whose engines report nothing."""
+        """Return healthy workers with these ``loads`` and engines that report nothing."""
         counted = np.asarray(loads, np.int64)
         n = len(counted)
         a, b, c, d = np.zeros((4, n), np.int64)

@@ -1,5 +1,5 @@
-"""A report's pictures outside its page, as Plotly figures and PNG: specifications whose colours are
-variables of the style sheet, here of its light theme."""
+"""A report's pictures outside its page, as Plotly figures and PNG: specifications with colours that
+are variables of the style sheet, here of its light theme."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def pictures_of(path: Path, name: str = "") -> list[Picture]:
 
 
 def pick(pictures: list[Picture], title: str) -> Picture:
-    """Return the first picture whose title has some text, in any case; InputError if none has."""
+    """Return the first picture with this text in its title, in any case; InputError if none has."""
     for picture in pictures:
         if title.lower() in picture.title.lower():
             return picture

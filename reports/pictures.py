@@ -1,5 +1,5 @@
-"""Pictures of a page as Plotly figures, plain dictionaries whose colours are variables of the style
-sheet; the page's script adds the layout. Text is escaped: Plotly reads HTML."""
+"""Pictures of a page as Plotly figures, plain dictionaries with colours that are variables of the
+style sheet; the page's script adds the layout. Text is escaped: Plotly reads HTML."""
 
 import math
 from collections.abc import Mapping, Sequence

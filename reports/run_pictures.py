@@ -66,7 +66,7 @@ DECODE = ("decode_start_s", "finish_s")
 
 
 def phases_in(columns: Container[str]) -> list[tuple[str, str, str]]:
-    """Return the `PHASES` of a run whose requests have these columns."""
+    """Return the `PHASES` of a run with these columns of requests."""
 
     def own(key: str) -> str:
         return key if key in columns else WITHOUT.get(key, key)

@@ -60,7 +60,7 @@ class Refused(Exception):
 
 class Intake:
     """Requests in progress, and the bytes of them that are held in memory. ``draining``: whether
-    the server has been told to stop; ``stopping``: whether the grace period is over."""
+    the server is shutting down; ``stopping``: whether the grace period is over."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

@@ -390,7 +390,7 @@ def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placeme
 
 
 def expected_step_of(config: RunConfig, prepared: PreparedRun, pool: int) -> ExpectedStep:
-    """Return the mean work of a pool's groups, linear ones where ELDR's fit is asked for."""
+    """Return the mean work of a pool's groups, linear ones where ELDR's fit is requested."""
     calibration = policies_of(config, prepared).calibration
     return expected_step(prepared, config.requests.seed, calibration, pool)
 

@@ -13,7 +13,7 @@
         sim.env.process(user(1.0))
     result = sim.run(until=60)
 
-``sim.env`` is a `simpy.Environment`; its time is that of the cluster, whose engines, routers and
+``sim.env`` is a `simpy.Environment`; its time is that of the cluster; engines, routers and
 transfers run compiled between two of its events, or are processes in it (``backend="simpy"``). At
 one instant users' processes come first."""
 
@@ -57,15 +57,26 @@ __all__ = ["Control", "Pool", "RequestOutcome", "Simulation", "Worker"]
 
 
 class Simulation:
-    """One run of a configuration, whose time SimPy processes share; raises InputError as
-    `simulate`.
+    """One run of a configuration that shares its clock with SimPy processes.
 
-    ``arrivals``: whether the configuration's load arrives; else all requests come from processes,
-    measured after the warm-up. ``prefixes``: whether requests bring the blocks of their prompts
-    (`Control.request`), those of the workload forgotten; only without ``arrivals``. ``absent``:
-    workers of the topology that are not there before `Control.start`: ``("decode:4",)``.
-    ``on_blocks``: called with a worker, and the numbers of the prefix blocks that its cache has got
-    and lost; ``backend``, ``workers``: of `simulate`."""
+    ``env`` is the `simpy.Environment` of the run; ``cluster`` sends requests and starts, stops and
+    disturbs workers (`Control`).
+
+    Args:
+        config: the configuration.
+        arrivals: whether its load arrives; without it all requests come from processes, and those
+            after the warm-up are measured.
+        prefixes: whether requests bring the prefix blocks of their prompts (`Control.request`)
+            in place of the workload's; only without ``arrivals``.
+        absent: workers of the topology that are missing until `Control.start`: ``("decode:4",)``.
+        on_blocks: called with a worker's index, and the numbers of the prefix blocks that its cache
+            has stored and evicted.
+        backend: ``compiled``, ``simpy`` or ``vllm``, as of `simulate`.
+        workers: for ``simpy``, classes in place of a pool's workers.
+
+    Raises:
+        InputError: as `simulate`; also for sessions, which need their own arrivals.
+    """
 
     def __init__(
         self,
@@ -126,11 +137,19 @@ class Simulation:
             self._cluster.open_measured -= start <= at < end  # it has counted since the beginning
 
     def run(self, until: float | None = None) -> Result:
-        """Let things happen; returns the result so far, with what is open as unserved.
+        """Advance the run and return its result so far, with open requests as unserved.
 
-        ``until``: simulated time, s; None: to the end of the measured requests, or, without
-        arrivals, until nothing is left. Raises ProcessError, which names a process that failed, and
-        InputError if ``until`` is not ahead."""
+        Args:
+            until: simulated time, s; None: to the end of the measured requests or, without
+                arrivals, until no event is left.
+
+        Returns:
+            The result up to that time.
+
+        Raises:
+            InputError: ``until`` is not after the time now.
+            ProcessError: a process failed; the error names it.
+        """
         self.advance(until)
         prepared = replace(self._prepared, spec=self._cluster.spec)
         result = result_of(
@@ -146,7 +165,15 @@ class Simulation:
         return result
 
     def advance(self, until: float | None = None) -> None:
-        """Let things happen as `run` does, without a result, for observers during the run."""
+        """Advance the run as `run` does, without a result, for observers during the run.
+
+        Args:
+            until: simulated time, s; None: as of `run`.
+
+        Raises:
+            InputError: ``until`` is not after the time now.
+            ProcessError: a process failed; the error names it.
+        """
         cluster, env = self._cluster, self.env
         if until is not None and not until > env.now:
             raise InputError("until", f"{until:g} s", f"above {env.now:g} s, the time now")
@@ -167,12 +194,12 @@ class Simulation:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest context."""
+        """The longest context, tokens."""
         return self._cluster.spec.max_model_len
 
     @property
     def next_s(self) -> float:
-        """When the next thing happens, s; infinite where nothing is left."""
+        """The time of the next event, s; infinite where none is left."""
         return self._cluster.next_s
 
     def _record(self) -> RunRecord:

@@ -16,7 +16,7 @@ from eldr_sim.traces.streams import stream
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workload(Requests):
-    """Requests whose tokens replay a routing trace; their texts are the trace's requests."""
+    """Requests with tokens that replay a routing trace; their texts are the trace's requests."""
 
     #: int32 ``[n]``: trace request whose decode rows are replayed; `text`, or another of its
     #: domain.

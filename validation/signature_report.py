@@ -31,7 +31,7 @@ Row = dict[str, str | int | float]
 def measured_fits(
     trace: RoutingTrace, workload: str, calibration: CalibrationSet, artifact: RoutingArtifact
 ) -> dict[str, SignatureQuality]:
-    """Measure a fit, and fits with its options for the other named workloads whose domains the
+    """Measure a fit, and fits with its options for the other named workloads with domains that the
     trace has in enough calibration requests. Transforms are compared on requests with gate scores,
     if 3 or more."""
     compared = _with_gate_scores(trace, workload, calibration)

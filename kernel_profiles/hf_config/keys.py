@@ -164,7 +164,7 @@ class Keys:
             inner.check_rest(strict=True)
 
     def effective(self) -> list[str]:
-        """Return the keys of this object whose values change bytes or times."""
+        """Return the keys of this object that change bytes or times."""
         return [key for key in self.values
                 if key in self._known and key not in self.without_effect | NEUTRAL
                 and not _NEUTRAL_NAMES.search(key)]  # fmt: skip

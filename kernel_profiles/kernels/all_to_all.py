@@ -187,7 +187,8 @@ def build_all_to_all(
     no such backend or library, or ranks that do not fill their nodes.
 
     ``backend``: see the module; ``n_ranks``: a whole number of nodes or a part of one; ``library``:
-    whose rows of DeepEP's kernels to take; ``tables``: the user's own, before the shipped ones."""
+    the library that measured DeepEP's kernels; ``tables``: the user's own, before the shipped
+    ones."""
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))
     if library not in get_args(Library):

@@ -1,6 +1,6 @@
 """The time of dispatch and combine, compiled; see `kernel_profiles.kernels.all_to_all`.
 
-What is sent is told by three counts of a layer's tokens:
+Three counts describe what is sent , over a layer's tokens:
 
 - ``tokens[h]``: tokens at home on rank h;
 - ``copies[h, r]``: what rank h has for rank r: token-expert pairs where a backend sends a copy for

@@ -70,8 +70,8 @@ def attention(gpu: GPU, model: ModelDims, sliding: bool) -> AttentionBound:
 
 
 def linear_attention(gpu: GPU, model: ModelDims) -> tuple[float, float]:
-    """Return the least seconds of one layer's linear attention: of a sequence that decodes, whose
-    state is read and written, and of a token of a prompt."""
+    """Return the least seconds of one layer's linear attention: of a decoding sequence, with its
+    state read and written, and of a token of a prompt."""
     compute = state_flops(model) / gpu.bf16_flops
     moved = 2 * model.layer_state_bytes / gpu.memory_bandwidth
     return max(moved, compute), compute

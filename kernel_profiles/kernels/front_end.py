@@ -71,7 +71,7 @@ class FrontEndLatency:
 
 
 def list_front_ends() -> list[str]:
-    """Return the CPUs whose front end ships with the package."""
+    """Return the CPUs with front-end measurements that ship with the package."""
     return [table.gpu for table in shipped_tables() if table.kind == "front_end"]
 
 

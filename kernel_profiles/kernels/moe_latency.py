@@ -239,8 +239,8 @@ class MoEGrid(MoELatency):
         return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return one of ``n_ranks`` GPUs' layer: with 1 / n_ranks of the pairs a batch costs what
-        one so many times smaller costs with all experts."""
+        """Return one of ``n_ranks`` GPUs' layer: with 1 / n_ranks of the pairs, a batch costs what
+        one ``n_ranks`` times smaller costs with all experts."""
         if n_ranks == 1:
             return self
         form = super().on_rank(n_ranks)
@@ -287,7 +287,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     """Fit the form of this module to a table. Raises InputError: not a MoE table, or too few rows.
 
     Exact rows (``balanced`` routing) are followed point by point; so is a profile's grid of forced
-    routing (:class:`MoEGrid`), whose errors are the profile's on held-out rows. Expectations only
+    routing (:class:`MoEGrid`), with the profile's errors on held-out rows. Expectations only
     get ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond."""
     if table.metadata.kind != "moe":
         raise InputError("table", f"kind {table.metadata.kind!r}", "moe")

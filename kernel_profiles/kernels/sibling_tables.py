@@ -9,7 +9,7 @@ A100-40GB and A100 (80 GB) are one chip and one NVLink with 1.555 and 2.039 TB/s
 
 so that what memory bounds goes with the bandwidth and what FLOPs bound with these, at most by the
 larger ratio of the two. Collectives, dispatch and combine go with the links where these are of one
-kind: NVLink's kernels say nothing of PCIe's, whose times are a roofline. Host gaps stay. Norms and
+kind: NVLink's kernels say nothing of PCIe's, which get roofline times. Host gaps stay. Norms and
 whole engine steps are not derived. H100 and H200 are siblings too, both measured:
 :data:`FIT_ERROR` is how far H100's rows lie from those derived of H200's; by the ratio of rooflines
 7.5% (bfloat16 MoE layers), of bandwidths 13%. No pair with other FLOP/s has been measured."""

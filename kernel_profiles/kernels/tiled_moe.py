@@ -56,7 +56,7 @@ DEFAULT_TILES = {
 
 
 TUNED_FILES = "vLLM 0.32.0's tuned files"
-"""The version whose tuned files ``data/moe_tiles.json`` holds."""
+"""The version of the tuned files in ``data/moe_tiles.json``."""
 
 
 def default_tile(tokens: int) -> Tile:
@@ -188,7 +188,7 @@ def tiled_moe(
     tiles: Mapping[int, tuple[int, int, float]],
     pair_s: float,
 ) -> TiledMoE:
-    """Make a layer whose kernel changes its tile. ``floor_s``: seconds of its other kernels;
+    """Make a layer with a kernel that changes its tile. ``floor_s``: seconds of its other kernels;
     ``tiles``: by the tokens from which a tile runs, lowest first: rows, blocks to a group, seconds
     to read one expert's weights; ``pair_s``: seconds to compute one token on one expert."""
     block_m, group_m, read_s = (

@@ -79,7 +79,7 @@ class Device:
 
 
 def open_device(kind: str, threads: int = 1) -> Device:
-    """Find the device to measure: ``cuda`` (AMD under ROCm, too), or ``cpu`` with so many
+    """Find the device to measure: ``cuda`` (AMD under ROCm, too), or ``cpu`` with this number of
     ``threads``. Raises InputError: torch is missing, or sees no such device."""
     torch = require_torch()
     if kind == "cpu":

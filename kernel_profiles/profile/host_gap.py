@@ -54,7 +54,7 @@ class Gap:
 
 
 def expected_point(batch: int, shape: MoEShape) -> MoEPoint:
-    """Return the point of a batch whose tokens pick uniformly."""
+    """Return the point of a batch of tokens that pick uniformly."""
     distinct = round(float(uniform_distinct(batch, shape.n_experts, shape.top_k)))
     return MoEPoint(batch, max(distinct, shape.top_k))
 

@@ -149,9 +149,9 @@ def profile(
 
     Raises InputError, see :func:`open_journal` and `measurement_plan.make_plan`; after
     KeyboardInterrupt the journal has what was measured. ``targets``: models, and how a worker
-    spreads them; ``budget_s``: what is left out is told; ``resume``: go on with the profile in
-    ``out``; ``progress``: told the share of tasks or budget done, whichever is more, and the task;
-    ``clock``: seconds; tests replace it."""
+    spreads them; ``budget_s``: what does not fit is left out and reported; ``resume``: go on with
+    the profile in ``out``; ``progress``: receives the share of tasks or budget done, whichever is
+    more, and the task; ``clock``: seconds; tests replace it."""
     if not budget_s > 0:
         raise InputError("budget", f"{budget_s} s", "more than 0")
     start = clock()

@@ -236,8 +236,8 @@ def differences(
     """Compare a measured table with shipped ones of the same GPU, kernel kind, shape and dtype, at
     their points inside the measured grid, between which it is interpolated as in a run.
 
-    Skewed MoE rows, whose experts are only expected, are left out. ``cache_bytes``: last-level
-    cache of the device; ``others``: tables to compare with; else the shipped ones."""
+    Skewed MoE rows, with expected and not counted experts, are left out. ``cache_bytes``:
+    last-level cache of the device; ``others``: tables to compare with; else the shipped ones."""
     if others is None:
         others = [one.load() for one in shipped_tables() if _same(table.metadata, one.metadata)]
     found = []

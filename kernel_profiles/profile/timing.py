@@ -1,10 +1,11 @@
-"""Timing kernels: medians and quartiles of calls whose data are not in the cache.
+"""Timing kernels: medians and quartiles of calls with data outside the cache.
 
 A measurement is given several *rounds*, one a seed; a round is a list of calls that touch
 different memory, in all more than three times the last-level cache, so that no call finds its
-weights there. On a GPU a round is captured as one graph, whose replays are timed by events; so many
-follow each other between two events that launching the first, some microseconds, does not count.
-The eager figure is the same calls launched one by one. On a CPU every call is timed by itself."""
+weights there. On a GPU a round is captured as one graph, and its replays are timed by events;
+enough follow each other between two events that launching the first, some microseconds, does not
+count. The eager figure is the same calls launched one by one. On a CPU every call is timed by
+itself."""
 
 import math
 import time

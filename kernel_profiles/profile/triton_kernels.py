@@ -200,7 +200,7 @@ def expert_kernel(
 def sum_kernel(
     pairs, ids, out, hidden, n_local, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum of the token's pairs whose expert is this rank's."""
+    """out[token] = sum of the token's pairs with an expert of this rank."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

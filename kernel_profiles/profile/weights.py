@@ -75,7 +75,7 @@ class Matrices:
 def random_matrices(
     experts: int, n: int, k: int, dtype: WeightDtype, device: str, generator: Any
 ) -> Matrices:
-    """Draw matrices whose values are about ``k ** -0.5`` large. Raises InputError: MXFP4 rows must
+    """Draw matrices of values about ``k ** -0.5`` large. Raises InputError: MXFP4 rows must
     be whole groups in both halves: ``k`` divisible by 64."""
     torch = require_torch()
     make: dict[str, Any] = {"device": device, "generator": generator}
@@ -123,9 +123,9 @@ class ExpertWeights:
 def reference_moe(x: Any, logits: Any, weights: ExpertWeights, shape: MoEShape) -> Any:
     """A MoE layer in float64, one token-expert pair after the other; returns [batch, hidden].
 
-    ``x``: [batch, hidden]; ``logits``: [batch, n_experts] of the gate, whose softmax over the
-    chosen weighs them; ``weights``, ``shape``: experts of rank 0; pairs of other ranks contribute
-    nothing."""
+    ``x``: [batch, hidden]; ``logits``: [batch, n_experts] of the gate; their softmax over the
+    chosen experts is the weights; ``weights``, ``shape``: experts of rank 0; pairs of other ranks
+    contribute nothing."""
     torch = require_torch()
     best, ids = logits.double().topk(shape.top_k, dim=1)
     share = best.softmax(dim=1)

@@ -161,7 +161,7 @@ def moe_tables(
     version: str = "",
 ) -> Iterator[LatencyTable]:
     """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel, of
-    ``engine``: ``vllm``, ``sglang`` or ``trtllm``, whose MXFP4 weights take MXFP8 activations on
+    ``engine``: ``vllm``, ``sglang`` or ``trtllm``, where MXFP4 weights take MXFP8 activations on
     Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``), as all
     DeepSeek-V4's do."""
     dtype = MOE_DTYPES[model.expert_dtype]

@@ -135,11 +135,11 @@ def import_tables(
     have no rows of the model. Raises InputError: no package, no such GPU in it, or the model cannot
     be spread so.
 
-    ``model``: whose MoE and attention tables, and GEMMs of the types of its matrices; None: the
-    GPU's bfloat16, FP8 and NVFP4 GEMMs, collectives, dispatch and combine; ``parallelism``: of
-    one GPU's part; ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``;
-    ``version``: of it, rows up to which come before newer ones; ``parts``: ``all``, ``attention``,
-    ``linear`` attention or ``moe``."""
+    ``model``: the model of the MoE and attention tables, and GEMMs of the types of its matrices;
+    None: the GPU's bfloat16, FP8 and NVFP4 GEMMs, collectives, dispatch and combine;
+    ``parallelism``: of one GPU's part; ``kv_dtypes``: of attention; ``engine``: ``vllm``,
+    ``sglang`` or ``trtllm``; ``version``: of it, rows up to which come before newer ones;
+    ``parts``: ``all``, ``attention``, ``linear`` attention or ``moe``."""
     if model is None:
         return save_tables(_gpu_tables(gpu, Engine(engine, version)), out_dir)
     tables = _model_tables(gpu, model, parallelism, kv_dtypes, Engine(engine, version), parts)

@@ -2,7 +2,7 @@
 
 ``python -m eldr_sim.kernel_profiles.sources.shipped DIR`` writes those of ``data/imports.csv``, a
 file each: by GPU and model the GPUs of a worker (``e``: experts spread), types of the KV cache,
-whose kernels, up to which version, and of which parts (``attention``, ``linear``, ``moe`` or
+the engine, its newest version, and the parts (``attention``, ``linear``, ``moe`` or
 ``all``); :mod:`~eldr_sim.kernel_profiles.tables.library` makes what ships of them.
 
 Expert-parallel rows time vLLM's kernels on a rank that gets the tokens of all (data parallelism 1),

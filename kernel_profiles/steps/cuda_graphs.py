@@ -29,7 +29,7 @@ def padded_sizes(
 ) -> Ints:
     """Return the tokens of the graph that steps of 0, 1, 2, ... tokens replay. As many as vLLM
     captures graphs for; larger steps run without, as they are. Where sequences verify drafts,
-    graphs are of so many sequences with all their tokens."""
+    graphs are captured for whole sequences with all their tokens."""
     most = min(2 * max_num_seqs * tokens_per_sequence, _LARGEST, max_num_batched_tokens)
     captured = np.array([1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16)])
     captured = captured * tokens_per_sequence

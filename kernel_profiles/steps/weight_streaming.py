@@ -67,7 +67,7 @@ def plan_stream(
     """Time the transfers of a model's experts to one of ``n_gpus`` GPUs of a node.
 
     Raises InputError: GPUs that do not divide the experts or exceed a node, sizes out of range, a
-    host bandwidth not known. ``offload_window``: layers whose shards a GPU holds, others wait in
+    host bandwidth not known. ``offload_window``: layers with a shard on the GPU, others wait in
     host memory; None: all; ``interference``: what a layer loses a second of a gather beside it, 0
     to 1, as NCCL's kernels take multiprocessors; ``tables``: the user's own, before the shipped
     ones."""

@@ -1,7 +1,7 @@
 """The latency tables that ship with the package: one Parquet file a kind, and an index.
 
 ``data/tables/<kind>.parquet`` holds the rows of all tables of a kind, a row group for each GPU;
-``index.parquet`` says which rows are whose, with each table's metadata. A lookup reads the index
+``index.parquet`` lists each table's rows and metadata. A lookup reads the index
 once and then one row group. ``python -m eldr_sim.kernel_profiles.tables.library DIR`` adds the
 tables of a folder (as ``profile`` and the makers in ``sources`` write them) to those that ship;
 a table of the same name is replaced."""
@@ -31,7 +31,7 @@ _COLUMNS = ("name", "kind", "gpu", "shape", "group", "first", "rows", "columns",
 
 
 class Engine(NamedTuple):
-    """Whose kernels are wanted, where several engines' were measured."""
+    """The engine to prefer where the kernels of several were measured."""
 
     name: str = "vllm"  #: as a table's framework begins: ``vllm``, ``sglang`` or ``trtllm``
     version: str = ""  #: rows up to it come before newer ones; empty: the newest

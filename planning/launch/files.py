@@ -1,7 +1,7 @@
 """All files that launch a cluster, and the benchmark that holds it to its objective.
 
 Sources: llm-d-modelservice ``values.schema.json``; Dynamo 1.6 operator ``api/v1beta1`` and
-``examples/backends/vllm/deploy/v1beta1``, whose operator adds which node runs which engine."""
+``examples/backends/vllm/deploy/v1beta1``; the operator adds which node runs which engine."""
 
 import os
 from collections.abc import Callable

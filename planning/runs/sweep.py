@@ -1,6 +1,6 @@
 """Sweeps: every point is run once, across interruptions. The folder holds ``runs.jsonl``
 (`journal`) and, when all have ended, ``points.parquet``, ``aggregate.parquet``, ``.csv`` and
-``sweep.json``, whose bytes depend neither on interruptions nor on processes."""
+``sweep.json``; their bytes depend neither on interruptions nor on processes."""
 
 import json
 import math

@@ -47,7 +47,7 @@ class Grid(BaseModel):
 
     @property
     def n_points(self) -> int:
-        """Points, whose number no list has to be made for."""
+        """The number of points, without listing them."""
         return math.prod(len(values) for values in self.parameters.values())
 
     def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:

@@ -55,7 +55,7 @@ class FleetBounds:
     span_s: float  #: from 0 to the last arrival
 
     def fixed(self, x: int, y: int) -> RunConfig:
-        """Return so many workers, always."""
+        """Return a fixed fleet."""
         return self.of(f"none:n={','.join(map(str, _pools((x, y))))}", (x, y), (1, 1))
 
     def of(self, rule: str, most: Workers, least: Workers) -> RunConfig:
@@ -81,12 +81,12 @@ def cheapest_fleet(
 ) -> Answer:
     """Find the cheapest rule and fleet that meet an objective on a load that changes.
 
-    The cheapest fixed fleet bounds the workers: every rule is tried with at most so many or half as
-    many again, at least one or half of them, with and without switches between pools; the leanest
-    setting under one seed is found by bisection, the cheapest judged over seeds. Rows: a rule each,
-    the cheapest first; ``gains`` on the fixed fleet, percent, paired over seeds. ``rules``: `RULES`
-    if empty; ``bounded``: whether the topology says how many workers there may be. Raises
-    InputError if a value is not valid, or no shape fits."""
+    The cheapest fixed fleet bounds the workers: every rule is tried with at most that number or
+    half as many again, at least one or half of them, with and without switches between pools; the
+    leanest setting under one seed is found by bisection, the cheapest judged over seeds. Rows: a
+    rule each, the cheapest first; ``gains`` on the fixed fleet, percent, paired over seeds.
+    ``rules``: `RULES` if empty; ``bounded``: whether the topology says how many workers there may
+    be. Raises InputError if a value is not valid, or no shape fits."""
     config, max_gpus = space.config, space.max_gpus
     within("max_gpus", max_gpus, candidates.MOST_GPUS)
     if not config.cluster.generates:

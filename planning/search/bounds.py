@@ -38,11 +38,11 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
 
     A prefill worker computes mean prompts, at best in full steps (no bound with prefix caching of
     shared blocks or `conditional_disagg`); a decode worker generates at best ``batch / step``
-    tokens per second over batches within the TPOT bound, whose steps activate at least top-k
+    tokens per second over batches within the TPOT bound, in steps that activate at least top-k
     experts (or their share per rank); a co-located worker does both; engines that share experts
-    have no bound. A prompt whose prefill alone exceeds the TTFT bound misses on any cluster, and
-    any rejects a request longer than ``max_model_len``. ``load``: of `offered_load`, the same for
-    all shapes."""
+    have no bound. Prompts with a prefill longer than the TTFT bound miss on any cluster, and any
+    rejects a request longer than ``max_model_len``. ``load``: of `offered_load`, the same for all
+    shapes."""
     prepared = prepare_run(config)
     workload, window = load or offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode

@@ -169,7 +169,7 @@ def clusters_to_plan(
     """Return a configuration for each combination of axes, with prices of a GPU-hour by GPU.
 
     Raises InputError as `Axes.configs`, if only some of the GPUs have a price, or the configuration
-    does not suit a plan. ``given``: whether the topology is asked about, and not searched."""
+    does not suit a plan. ``given``: whether the topology is fixed, and not searched."""
     if not isinstance(config.cluster.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
         raise InputError("topology", problem, "xPyD, xC or xP")

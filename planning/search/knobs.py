@@ -23,7 +23,7 @@ Fits = Callable[[ClusterTemplate], bool]
 
 
 def gains_of_choices(space: Space, objective: Objective, n_gpus: int, runs: RunCache) -> Answer:
-    """Find the best use of up to so many GPUs, and what each choice adds to it. Arguments and
+    """Find the best use of up to ``n_gpus`` GPUs, and what each choice adds to it. Arguments and
     errors as of `split.best_use`.
 
     Rows: the base, the best of each choice alone, of all together, and of all but each, with the

@@ -83,8 +83,8 @@ def cheapest_cluster(
 ) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
-    Shapes (see `shapes`) are searched in the order of an estimate. Those whose arithmetic bound is
-    above the best cluster, or whose estimate is by more than ``ESTIMATE_FACTOR``, are not
+    Shapes (see `shapes`) are searched in the order of an estimate. Those with an arithmetic bound
+    above the best cluster, or an estimate above it by more than ``ESTIMATE_FACTOR``, are not
     simulated: `Row.shapes` says which. With prefill workers alone (as 1P), the cheapest xP for
     every way in which the GPUs of a worker may share the model, over its token budgets.
 

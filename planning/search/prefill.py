@@ -119,7 +119,7 @@ def prefill_candidates(
 
     ``config``: its token budget, window, gather and backend are kept; ``objective``: None asks for
     no bounds; ``sizes``: GPUs of a worker, powers of two up to a node if empty; ``apart``: sizes
-    are candidates of their own. Raises InputError if the configuration does not suit a plan."""
+    are separate candidates. Raises InputError if the configuration does not suit a plan."""
     check_prefill_only(config, objective)
     for name in strategies:
         if name not in KINDS or list(strategies).count(name) > 1:

@@ -15,7 +15,7 @@ KIND_LABELS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class PrefillStrategy:
-    """How so many GPUs of a node share a model's prompts."""
+    """How a number of GPUs of a node share a model's prompts."""
 
     #: Tensor parallelism (``tp``, with whole experts ``tp_ep``), attention of each GPU's own with
     #: tokens dispatched (``dp_ep``) or experts gathered (``async_ep``), or stages of layers

@@ -76,7 +76,7 @@ def run_halving_round(
 def race_candidates(
     candidates: Sequence[Candidate], runners: Sequence[Contender], objective: Objective, low: float
 ) -> Search[tuple[list[Candidate], list[tuple[Candidate, Contender | None]]]]:
-    """Return the candidates whose likely best cluster (``runners``) is among the best, the first of
+    """Return the candidates with a likely best cluster (``runners``) among the best, the first of
     a plan too, as all are compared with it, and the others with it. ``low``: lowest rate that
     matters."""
     ahead = {
@@ -155,7 +155,7 @@ def _seeds(
 
 
 def is_narrow(each: Contender, low: float) -> bool:
-    """Whether the rate under the first seed is known as well as a plan tells it."""
+    """Whether the rate under the first seed is known to the precision of a plan."""
     return each.bad == math.inf or each.bad <= max(low, each.good * (1.0 + TOLERANCE))
 
 

@@ -82,9 +82,9 @@ def best_splits(
     n_gpus: int,
     low: float,
 ) -> Search[tuple[Row, ...]]:
-    """Find the splits of up to so many GPUs that carry the highest rates, the best first; of more
-    candidates than `race.MOST_CANDIDATES` those that are among the best in short runs. ``label``:
-    names the candidate of a cluster; ``low``: lowest rate that matters."""
+    """Find the splits of up to ``n_gpus`` GPUs that carry the highest rates, the best first; of
+    more candidates than `race.MOST_CANDIDATES` those that are among the best in short runs.
+    ``label``: names the candidate of a cluster; ``low``: lowest rate that matters."""
     groups, dominated = (
         [_likely(candidate.templates, n_gpus) for candidate in candidates],
         list[Row](),

@@ -62,7 +62,7 @@ class Trial:
 
 
 def found_by_seed(config: RunConfig, summaries: Sequence[Summary]) -> Trial:
-    """Return a cluster whose runs are good by the question, seed by seed, as a trial."""
+    """Return a cluster with runs that satisfy the question, seed by seed, as a trial."""
     share = mean_known([summary["slo_attainment"] for summary in summaries])
     alone = Interval(math.nan if share is None else share, math.nan, math.nan)
     return Trial(config, Verdict.MEETS, alone, tuple(summaries))

@@ -1,5 +1,5 @@
 """K-means on the unit sphere (ELDR Sec. 4.3.1): Hungarian-balanced (Malinen and Franti 2014), and
-vanilla, whose clusters may be of any size."""
+vanilla, with clusters of any size."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

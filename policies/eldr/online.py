@@ -1,6 +1,6 @@
 """Centroids that follow what is served: the online refit of ELDR's authors (casys-kaist/ELDR):
-signatures of the last seconds are clustered, and each new centroid goes to the worker whose
-centroid it is like."""
+signatures of the last seconds are clustered, and each new centroid goes to the worker with the most
+similar one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

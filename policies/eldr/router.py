@@ -79,7 +79,7 @@ class EldrParameters(SignatureParameters):
 
 
 class EldrPolicy(RouterPolicy):
-    """The least loaded worker among those whose centroid is nearly the most similar.
+    """The least loaded worker among those with nearly the most similar centroid.
 
     With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
     ``k``, and ``s*`` the highest, the band holds the workers with ``s_k >= s* - tau``; of these the
@@ -89,7 +89,7 @@ class EldrPolicy(RouterPolicy):
 
     Workers that share experts (`PolicyContext.group_size`) share a centroid unless each ``engine``
     is to have its own; engines of a group that has the band to itself take turns. Centroids follow
-    the requests that are served (``refit_s``, see `online`), so the policy is asked about each;
+    the requests that are served (``refit_s``, see `online`), so the policy is called for each;
     without refits it works from rules."""
 
     name = "eldr"

@@ -236,8 +236,7 @@ def select_layers(
     features: Floats, overlap: DecodeOverlap, mask: LayerMask = "greedy"
 ) -> LayerSelection:
     """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1): greedily the layer
-    whose inclusion most increases rho (Sec. 4.2.2, step 3), one ranking for each of the L (L + 1) /
-    2 masks.
+    that most increases rho (Sec. 4.2.2, step 3), one ranking for each of the L (L + 1) / 2 masks.
 
     ``features``: [n, L, E], of :func:`transformed`. Raises InputError if the mask names a layer
     that is not there."""

@@ -1,9 +1,9 @@
-"""Redundant experts by layer: copies go to the layers whose busiest GPU they relieve most.
+"""Redundant experts by layer: copies go to the layers where they relieve the busiest GPU most.
 
-After CRAFT (arXiv 2603.28768), whose abstract says: replication that maximises balance under a
+After CRAFT (arXiv 2603.28768); its abstract says: replication that maximises balance under a
 memory budget, layer by layer, by its estimated benefit. Its algorithm was not read; the
-rule here is ours. A unit is one copy on each GPU. The next unit goes to the layer whose greatest
-load of a GPU, over the mean, EPLB's placement with that unit lowers most."""
+rule here is ours. A unit is one copy on each GPU. The next unit goes to the layer where the
+greatest load of a GPU, over the mean, EPLB's placement with that unit lowers most."""
 
 import numpy as np
 from pydantic import Field

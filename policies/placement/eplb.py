@@ -3,7 +3,7 @@
 From the README of ``github.com/deepseek-ai/EPLB`` (commit d52c72d): where nodes divide the groups
 of experts that the gate chooses from, its *hierarchical* policy spreads whole groups over nodes,
 and the rest takes place within each; elsewhere its *global* policy takes all ranks as one node.
-Each redundant expert copies the one whose instances have the largest load, an even share of the
+Each redundant expert copies the one with the largest load per instance, an even share of the
 expert's. Spreading is longest processing time first with equal counts (`greedy_placement`). The
 README leaves ties open: here originals come before copies, then the lower expert, node or rank,
 which gives its example to the letter."""

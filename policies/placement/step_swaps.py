@@ -73,7 +73,7 @@ class _Tally(NamedTuple):
 
 
 def layer_s(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> float:
-    """Return the mean time of a layer whose expert e lies on ``ranks[e]``, s."""
+    """Return the mean time of a layer with expert e on ``ranks[e]``, s."""
     return float(_tally(ranks, n_ranks, steps, priced).step_s.mean())
 
 

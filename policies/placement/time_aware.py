@@ -42,7 +42,7 @@ class HomePlacement(PlacementPolicy):
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group. Raises InputError for redundant experts, ranks that
-        cannot hold experts equally, or engines without clusters of their own."""
+        cannot hold experts equally, or engines without separate clusters."""
         if group.n_redundant:
             problem = f"{self.name!r} places one instance of every expert"
             raise InputError("num_redundant_experts", problem, "0")

@@ -1,10 +1,11 @@
 """Queue orders: which waiting request an engine serves next.
 
 An engine admits the waiting request of the lowest key, of equal keys the one that came first; as in
-vLLM a request whose prompt has begun comes before those. When KV blocks run out, the sequence that
-joined last is preempted and comes before all; an order that ``preempts`` does so with the highest
-key, which then waits by its key. With a finite ``aging_s`` who has waited so long goes first, the
-oldest of several: nobody who came after it begins more than so long after it came."""
+vLLM a request with a prompt already begun comes before those. When KV blocks run out, the sequence
+that joined last is preempted and comes before all; an order that ``preempts`` does so with the
+highest key, which then waits by its key. With a finite ``aging_s`` a request that has waited this
+long goes first, the oldest of several: no later request begins more than ``aging_s`` after its
+arrival."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class Waiting(NamedTuple):
     """Priorities that clients give, the lowest first; None where they give none."""
     output_len: Ints | None = None
     """Output tokens that they will generate, which no engine knows. An oracle reads a request's
-    own; a prediction reads what many have in common. None where nothing is told."""
+    own; a prediction reads what many have in common. None where unknown."""
 
 
 class QueueOrder(Policy):
@@ -96,7 +97,7 @@ class ShortestResidenceFirst(QueueOrder):
     """The request that is expected to hold its place in the batch for the shortest time.
 
     That is its prompt's steps, computed alone, and a decode step with all experts for each output
-    token: as many as the mean of requests whose prompts are as long, within a factor of two."""
+    token: the mean of requests with prompts of this length, within a factor of two."""
 
     name = "sjf_residence"
     needs = Needs(costs=True)
@@ -135,9 +136,9 @@ class OracleOrder(ShortestResidenceFirst):
 def residence_s(cost: StepCost, prompt_len: Ints, output_len: Array, batch: int) -> Floats:
     """Return how long requests hold their places in a batch, s.
 
-    ``prompt_len``, ``output_len``: [n], outputs also fractions; prompts take steps of their own, as
-    long as the tables allow, at uniform routing; ``batch``: sequences of a decode step, whose mean
-    context is that of requests halfway."""
+    ``prompt_len``, ``output_len``: [n], outputs also fractions; prompts take separate steps, as
+    long as the tables allow, at uniform routing; ``batch``: sequences of a decode step, at the mean
+    context of requests halfway through."""
     batch = min(batch, len(cost.moe_s) - 1)
     context = max(1.0, float(np.mean(prompt_len + output_len / 2)))
     all_experts, none = np.full(1, float(cost.n_experts)), np.zeros(0, np.int64)

@@ -91,7 +91,7 @@ class _OneInstance(_Gathering):
 class Metro(_OneInstance):
     """METRO (Algorithm 1): each expert to its rank with the fewest activated experts so far.
 
-    In the order of a walk whose start and stride are a hash: threads of METRO's kernel race for
+    In the order of a walk with hashed start and stride: threads of METRO's kernel race for
     locks."""
 
     name = "metro"

@@ -37,8 +37,8 @@ class KVAwarePolicy(RouterPolicy):
         raise NotImplementedError
 
     def todo(self, workers: Workers) -> Ints:
-        """Return the prompt tokens that each worker has still to compute, as the router knows; of
-        co-located workers, whose ends it hears too late, those that wait."""
+        """Return the prompt tokens that each worker has still to compute, as the router knows; for
+        co-located workers only those that wait, because completions are reported too late."""
         return workers.waiting_tokens if self._decodes else self.queued
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:

@@ -4,7 +4,7 @@ For every worker the time ``t`` of a decode step now and with the request (``t'`
 the expected expert unions (`unions`) and the batch, through the latency tables. The cost of a
 worker with ``b`` requests is ``b t^2``, so the request goes where ``(b + 1) t'^2 - b t^2`` is
 smallest: the classic online balancing in an L_p norm (Awerbuch et al., FOCS 1995). The growth
-``t' - t`` alone is smallest on the *fullest* worker, whose union has all experts; ``b t`` has a
+``t' - t`` alone is smallest on the *fullest* worker, where the union has all experts; ``b t`` has a
 trace of that near saturation (``studies/marginal_cost``). On several GPUs: `marginal_ranks`.
 
 Of what an answer will choose beyond its prompt, requests with like prompts have something in
@@ -100,7 +100,7 @@ class Greedy:
         workers: Workers,
         seconds: tuple[float, Floats] | None = None,
     ) -> int | None:
-        """Return the healthy worker whose cost a request lets grow least, or None, and enter it in
+        """Return the healthy worker with the least growth of cost, or None, and enter it in
         the books. ``seconds``: ``tokens`` and ``beside`` of :func:`place`; else the cost is of
         second power."""
         tokens, beside = seconds or (0.0, self._nothing)
@@ -138,8 +138,9 @@ class MarginalCostPolicy(RouterPolicy):
     It knows what ELDR's router knows: prefill counts (through `activation.ActivationModel`), prompt
     lengths, and completions as reported. A context counts as long as its prompt; where no signature
     is known, every request as the mean of the calibration requests, and waiting prompts in a
-    group's step. Where steps verify drafts, a request activates what so many tokens in a row do
-    (`independent_tokens`); drafting is left out, as are drafts' tokens where engines share experts.
+    group's step. Where steps verify drafts, a request activates what that number of consecutive
+    tokens do (`independent_tokens`); drafting is left out, as are drafts' tokens where engines
+    share experts.
 
     A decision and a completion take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
     experts, 65 us and 0.47 ms with 48, a signature not seen before 0.27 ms more
@@ -203,7 +204,7 @@ class MarginalCostPolicy(RouterPolicy):
         return usage
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the worker whose cost grows least, and count the request there."""
+        """Return the worker with the least growth of cost, and count the request there."""
         if self._eldr is not None:
             similar = self._eldr.near(request, workers.now_s)
             away = np.zeros(1) if similar is None else similar.max() - similar
@@ -231,7 +232,7 @@ class MarginalCostPolicy(RouterPolicy):
 
 
 class OraclePolicy(RouterPolicy):
-    """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
+    """ORACLE, a reference and no router: ``marginal_cost`` given the future experts.
 
     Each request's true activation, the mean over its decode steps (``PolicyContext.future``), in
     every MoE layer. Greedy, it knows neither future arrivals nor which experts meet in one step: no
@@ -247,7 +248,7 @@ class OraclePolicy(RouterPolicy):
         self._greedy = _greedy(context, step_times, step_times.n_moe_layers)
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the worker whose cost grows least, and count the request there."""
+        """Return the worker with the least growth of cost, and count the request there."""
         usage = _usage(self._future(request.request_id))
         return self._greedy.place(request, usage, workers)
 
@@ -402,7 +403,7 @@ def expected_step_s(
 
 @njit()
 def place(step_times: StepCost, books: Any, asked: Query, tokens: float, beside: Any) -> int:
-    """Return the worker whose cost a request lets grow least, and enter it in the books; -1 where
+    """Return the worker with the least growth of cost, and enter the request in the books; -1 where
     none is healthy. ``tokens``, ``beside``: 0: the cost is ``b t^2``; else it is ``tokens * b t``,
     s, and what each worker's requests cost beside, s, shape [K]."""
     n_workers, idle, activated = asked.loads.shape[0], books.idle, books.activated

@@ -67,7 +67,7 @@ class GreedyOnRanks:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
     ``moe``: times of a rank's MoE layer where workers share experts, else None; ``placements``: of
-    groups, or of single workers, whose layers the ``n_layers`` of activations take in turn;
+    groups, or of single workers; the ``n_layers`` of activations take in turn;
     ``computes_prompts``: whether workers that share experts do, too."""
 
     def __init__(
@@ -106,7 +106,8 @@ class GreedyOnRanks:
         usage: tuple[NDArray[np.float32], NDArray[np.float32]],
         workers: Workers,
     ) -> int | None:
-        """Return the healthy worker whose group's cost grows least, and count the request there.
+        """Return the healthy worker of the group with the least growth of cost, and count the
+        request there.
 
         Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy."""
         if workers.signals_s != self._reported_s and len(self._books.prompt_s):
@@ -233,7 +234,7 @@ def busiest_moe_s(
 def place_on_ranks(
     step_times: StepCost, moe: Any, shares: Shares, books: RankBooks, asked: Query
 ) -> int:
-    """Return the worker whose group's cost a request lets grow least, and enter it in the
+    """Return the worker of the group with the least growth of cost, and enter it in the
     ``books``; -1 where no worker is healthy. ``moe``: of a rank where workers share experts;
     ``shares``: where experts lie."""
     loads, prompt_len, activation = asked.loads, asked.prompt_len, asked.activation

@@ -69,14 +69,14 @@ class HashRingParameters(Parameters):
     points: int = Field(default=160, ge=1, le=100_000)
     """Points of each worker on the ring."""
     prefix_tokens: int = Field(default=256, ge=1)
-    """Tokens from a prompt's start that make its key. The authors take 1,024 bytes: so many tokens
-    at four bytes each."""
+    """Tokens from a prompt's start that make its key. The authors take 1,024 bytes, four to a
+    token."""
     load_factor: float = Field(default=1.25, ge=1, allow_inf_nan=False)
     """Most load of the key's worker, times the average one with this request."""
 
 
 class HashRingPolicy(RouterPolicy):
-    """The worker whose point on a ring follows the prompt's key, unless it is overloaded.
+    """The worker at the ring's next point after the prompt's key, unless it is overloaded.
 
     The prefill router of ELDR's authors (casys-kaist/ELDR): overloaded is above ``load_factor``
     times the average load, this prompt counted; then the least loaded of the lowest index. A prompt

@@ -1,6 +1,6 @@
 """MoE-Prefill's router: workers are filled until their work hides the transfers of weights.
 
-Algorithm 1 and App. B of arXiv 2605.02960, whose formulas are rebuilt from the prose. Of each
+Algorithm 1 and App. B of arXiv 2605.02960; the formulas are rebuilt from the prose. Of each
 worker g the router knows the blocks that its prefix cache holds (committed), those that requests on
 their way will compute (pending), and W_g, the FLOPs still to compute: from the end of the prefix
 that a request will find cached (Eq. 2), less the tokens that the engine reports. Requests go in the

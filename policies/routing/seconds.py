@@ -8,8 +8,8 @@
 - where a KV cache is fetched, the seconds that its missing part takes alone.
 
 A request of unknown experts counts as the mean of the calibration requests, as do all under
-``experts=false``. Who returns goes where its prefix is: the first turn of a session places all, and
-what it adds to steps counts once for each turn that is expected (``horizon``)."""
+``experts=false``. Later turns go where their prefix is: the first turn of a session places all, and
+what it adds to steps counts once for each expected turn (``horizon``)."""
 
 import numpy as np
 from pydantic import Field

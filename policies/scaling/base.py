@@ -159,7 +159,7 @@ def whole_workers(workers: float) -> int:
 
 
 def remembered(facts: PoolFacts) -> PoolFacts:
-    """Return facts whose seconds are computed once for each argument."""
+    """Return facts that compute their seconds once for each argument."""
     return facts._replace(
         prompt_s=lru_cache(4096)(facts.prompt_s), step_s=lru_cache(65536)(facts.step_s)
     )

@@ -38,8 +38,8 @@ class PoolFacts(NamedTuple):
     pause_s: Callable[[int, int], float] = lambda before, after: 0.0
 
     def decode_batch(self, context: float, itl_s: float, prompts_s: float = 0.0) -> int:
-        """Return the most sequences whose steps take at most ``itl_s``, with ``prompts_s`` for each
-        sequence's share of prompts, and whose KV fits; >= 1."""
+        """Return the largest batch, >= 1, with steps of at most ``itl_s``, given ``prompts_s`` for
+        each sequence's share of prompts, and KV that fits."""
         low, high = 1, max(1, min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0))))
         while low < high:
             middle = (low + high + 1) // 2

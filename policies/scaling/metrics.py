@@ -96,7 +96,7 @@ class HorizontalPodAutoscaler(base.Autoscaler):
     """Kubernetes' HPA: ``ceil(n * metric / target)``.
 
     Up by the larger of doubling and 4 workers every 15 s, down to the largest wish of the last 300
-    s; a worker that starts counts as one whose metric is 0 (kubernetes.io, Horizontal Pod
+    s; a starting worker counts with a metric of 0 (kubernetes.io, Horizontal Pod
     Autoscaling, algorithm details and default behaviour)."""
 
     name = "hpa"

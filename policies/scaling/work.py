@@ -152,7 +152,7 @@ class Forecast:
 
 
 class Trend:
-    """Foretells a rate from counts of Poisson arrivals, whose noise is known.
+    """Forecasts a rate from counts of Poisson arrivals, with their known noise.
 
     Kalman filters follow the rate and its change a second, as if that changed the rate by itself
     within T, in octaves from one interval on. They count by how well each foretold, shared anew by
@@ -315,7 +315,7 @@ class SecondsParameters(base.ScalingParameters):
 
 
 class Seconds(base.Autoscaler):
-    """The fewest workers whose queue keeps the TTFT, of the work that comes one start-up ahead.
+    """The fewest workers that keep the TTFT for the work expected one start-up ahead.
 
     Offered work is the rate of arrivals, foreseen to when a worker started now serves (`Trend`),
     times the seconds of a mean request by the cost model; what waits adds to it, over ``catch_up``.
@@ -430,7 +430,7 @@ class Seconds(base.Autoscaler):
 def late_work(
     path: tuple[float, float, float], workers: tuple[int, int], rest_s: float, serves_s: float
 ) -> float:
-    """Return the work that comes while who comes waits longer than ``rest_s``: a fluid's queue.
+    """Return the work that arrives while waits exceed ``rest_s``: a fluid queue.
 
     ``path``: work a second, its change until more serve, and what waits; ``workers``: now, from
     ``serves_s`` on."""

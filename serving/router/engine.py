@@ -23,7 +23,7 @@ class Engine:
 
     It is ejected when it refuses a connection, answers ``/health`` with 500 or more, or not twice
     in a row, until it answers again; and when three requests in a row fail, or one gets no answer
-    while nobody else does, although it answers ``/health``: for 10 s, then 20, at most 300.
+    while no other does, although it answers ``/health``: for 10 s, then 20, at most 300.
     ``changed``: called when it is ejected and returns; ``is_last``: no other is up: then failed
     requests do not eject it, lest one client's bad requests take all engines."""
 

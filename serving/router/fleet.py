@@ -75,11 +75,11 @@ class Counters(Registry):
         self._load.labels(pool, url).set_function(lambda: float(load()))
 
     def cached(self, pool: str, url: str, blocks: Callable[[], int]) -> None:
-        """Read what an engine's events say of its cache whenever somebody asks."""
+        """Read what an engine's events say of its cache at each scrape."""
         self._blocks.labels(pool, url).set_function(lambda: float(blocks()))
 
     def held(self, pool: str, held: Callable[[], int]) -> None:
-        """Read how many requests a pool's policy holds whenever somebody asks."""
+        """Read how many requests a pool's policy holds at each scrape."""
         self._held.labels(pool).set_function(lambda: float(held()))
 
 
@@ -263,9 +263,10 @@ class Fleet:
     ) -> None:
         """Free the KV cache that a prefill engine holds for a request that ends elsewhere.
 
-        vLLM has no call for it: a decode engine is asked for one token, in the background, which
+        vLLM has no call for it: a request for one token to a decode engine, in the background,
         fetches it. Else vLLM takes it back when its lease (``kv_lease_duration``, 30 s) ends.
-        ``body``: with the cache's ``kv_transfer_params``; ``without``: decode engines not asked."""
+        ``body``: with the cache's ``kv_transfer_params``; ``without``: decode engines to leave
+        out."""
         engine = self.decode.least_loaded(without)
         if engine is None:
             self.counters.releases.labels("left").inc()

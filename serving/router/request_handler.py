@@ -28,7 +28,7 @@ from eldr_sim.traces.routing.capture.step_log import Gathered, LogReader, extern
 class SignatureReader:
     """Reader of the prefill counts of requests that prefill engines have just computed, on disk
     before they answer (`capture.step_log`). ``folders``: ``ELDR_SIM_CAPTURE`` of the prefill
-    engines, none of decode engines, whose logs would be kept in memory."""
+    engines, none of decode engines, which would keep their logs in memory."""
 
     def __init__(self, folders: Sequence[AnyPath]) -> None:
         self._folders = [Path(folder) for folder in folders]
@@ -81,12 +81,12 @@ class Route(NamedTuple):
 class RequestHandler:
     """A request's way through the router.
 
-    To a prefill engine, where there are any, and with what that says of the KV cache to a decode
-    engine, whose answer is passed on as it comes. An engine that fails before the first token is
-    replaced, ``ProxyConfig.retries`` times. A cache that a decode engine may have fetched is not
-    offered to the next, as its blocks may hold other tokens: the prompt is computed again, unless
-    the client had that done itself. ``signatures``: None if the policy reads none; ``write``: a
-    line of the log; ``intake``: counts the bytes that are held."""
+    To a prefill engine, where there are any, and with its KV cache parameters to a decode engine;
+    that answer is streamed on. An engine that fails before the first token is replaced,
+    ``ProxyConfig.retries`` times. A cache that a decode engine may have fetched is not offered to
+    the next, as its blocks may hold other tokens: the prompt is computed again, unless the client
+    had that done itself. ``signatures``: None if the policy reads none; ``write``: a line of the
+    log; ``intake``: counts the bytes that are held."""
 
     def __init__(
         self,

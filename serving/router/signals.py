@@ -1,4 +1,4 @@
-"""What engines publish of themselves at ``/metrics``, under vLLM's names, and who reads it."""
+"""What engines publish at ``/metrics``, under vLLM's names, and its readers."""
 
 import asyncio
 import math

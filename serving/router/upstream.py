@@ -19,8 +19,8 @@ _TOKENIZED_S, _TOKENIZED_MIB = 1.0, 16.0
 
 
 class EngineFailure(Exception):
-    """An engine has not answered as a living one does. ``status``: what to tell the client, if
-    nobody else answers; ``reached``: whether it may have seen the request; ``body``: its own words,
+    """An engine has not answered as a living one does. ``status``: the client's status, if no other
+    engine answers; ``reached``: whether it may have seen the request; ``body``: its own words,
     JSON; ``final``: whether another engine is not to be tried."""
 
     def __init__(

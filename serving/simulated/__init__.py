@@ -1,1 +1,1 @@
-"""A server of OpenAI's completions whose latencies come from a cluster simulated in real time."""
+"""A server of OpenAI's completions with latencies from a cluster simulated in real time."""

@@ -1,9 +1,9 @@
 """Prefill and decode of a request at two ports: the ``kv_transfer_params`` that vLLM's NIXL
 connector exchanges (``kv_connector/v1/nixl/pull_scheduler.py``, ``request_finished``).
 
-A prefill worker is a cluster of 1P, whose requests end with their prompts. A decode worker is one
-of 1P1D whose prefill worker computes prompts in no time: its requests begin with the transfer of
-their KV caches."""
+A prefill worker is a 1P cluster; its requests end with their prompts. A decode worker is a 1P1D
+cluster that computes prompts in no time: its requests begin with the transfer of their KV
+caches."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple

@@ -48,8 +48,8 @@ def parse_kv_events(text: str) -> KVEventsConfig | None:
 
 
 class Publisher:
-    """The KV events of worker ``rank``. ``block_size``: tokens. `learn` says what the blocks hold
-    whose numbers `tell` gets; raises InputError where an endpoint cannot be bound."""
+    """The KV events of worker ``rank``. ``block_size``: tokens. `learn` says what blocks hold,
+    `tell` gets their numbers; raises InputError where an endpoint cannot be bound."""
 
     def __init__(self, config: KVEventsConfig, rank: int, block_size: int) -> None:
         self._zmq = needed("zmq", "kv_events_config")
@@ -83,7 +83,7 @@ class Publisher:
 
     @property
     def replay_file(self) -> int | None:
-        """What becomes readable when a replay may have been asked for; None without an endpoint."""
+        """What becomes readable when a replay may have been requested; None without an endpoint."""
         return None if self._replay is None else int(self._replay.getsockopt(self._zmq.FD))
 
     def learn(self, numbers: Sequence[int], tokens: Sequence[int], adapter: str | None) -> None:

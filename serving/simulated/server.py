@@ -298,7 +298,7 @@ class Service:
 
 
 def by_header(services: Sequence[Service], name: str, guard: Guard) -> Any:
-    """Return one application for a fleet, whose workers share an `http.Intake`: a header, such as
+    """Return one application for a fleet; its workers share an `http.Intake`: a header, such as
     ``X-Worker: 3``, names the worker of each request."""
     routes = [service.routes() for service in services]
 

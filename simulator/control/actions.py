@@ -291,7 +291,7 @@ class Actions:
     # --- requests ---
 
     def cancel(self, request: int) -> None:
-        """Let a client give up; who runs leaves at the end of the step in progress."""
+        """Cancel a request; a running one leaves at the end of the step in progress."""
         self.make_room()
         record = self.requests[request]
         if record["outcome"] != state.OPEN:

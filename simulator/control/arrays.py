@@ -42,7 +42,7 @@ POOL = np.dtype(
 
 
 def with_joins(sessions: Sessions, joins: Int32s | None) -> Sessions:
-    """Return sessions whose requests also wait for others; ``joins``: int32 ``[k, 2]``."""
+    """Return sessions with requests that also wait for others; ``joins``: int32 ``[k, 2]``."""
     if joins is None:
         return sessions
     n = len(sessions.waits)
@@ -105,7 +105,7 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
 def make_run(
     inputs: RunInputs, requests: Records, routers: Sequence[PolicyRouter], decide: int
 ) -> loop.Run:
-    """Return all that the loop works on; ``decide`` is the address of who is asked."""
+    """Return all that the loop works on; ``decide`` is the address of the callback."""
     spec, workload, n_workers = inputs.spec, inputs.workload, inputs.spec.n_workers
     tokens, n_requests = requests["prompt_len"] + requests["output_len"], len(requests)
     longest, engines = int(tokens.max(initial=0)), [pool.engine for pool in spec.pools]

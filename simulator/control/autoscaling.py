@@ -1,6 +1,6 @@
-"""An autoscaler at work: it looks at a cluster, asks, starts, stops and switches. The worker leaves
-whose leaving takes the fewest seconds of a worker: for what waits, its longest output, KV blocks
-that no other cache has, and experts that only its requests activate."""
+"""An autoscaler at work: it polls a cluster, and starts, stops and switches workers. The worker
+that leaves is the one with the least loss, in seconds of a worker: for what waits, its longest
+output, KV blocks that no other cache has, and experts that only its requests activate."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The environment of SimPy processes, whose time a simulation drives."""
+"""The environment of SimPy processes, on the simulation's time."""
 
 import heapq
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from eldr_sim.errors import ProcessError
 
 
 class Clock(simpy.Environment):
-    """A SimPy environment whose time is the loop's, which calls `step`."""
+    """A SimPy environment on the loop's time, which calls `step`."""
 
     def at(self, time_s: float, callback: Callable[[Event], None] | None = None) -> Event:
         """Return an event at exactly ``time_s``, not in the past, which calls ``callback``:

@@ -141,7 +141,7 @@ class CompiledCluster:
         self.env.move(time_s)
 
     def check_left(self, acts: Actions | None) -> None:
-        """End what nobody is left to serve; raise if requests are open that nothing will end."""
+        """End what no worker is left to serve; raise if requests are open that nothing will end."""
         if acts is not None and acts.end_unserved():
             return
         self._check_held()

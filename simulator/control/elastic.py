@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 @dataclass
 class ElasticGroup:
-    """A pool's group whose engines come and go: from ``first`` on, with ``shapes`` by width;
+    """A pool's group of engines that come and go: from ``first`` on, with ``shapes`` by width;
     ``experts`` of a layer, and MoE layers; ``pause_s``, None where moves and ``graphs_s`` say
     so."""
 

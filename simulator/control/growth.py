@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def grow(cluster: CompiledCluster) -> None:
-    """Have room for twice as many requests: the workload's again, prefixes of their own."""
+    """Have room for twice as many requests: the workload's again, with separate prefixes."""
     workload = cluster.workload.repeated(2)
     if cluster.sent is not None:
         workload = kept(cluster.workload, workload)

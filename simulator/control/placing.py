@@ -25,7 +25,7 @@ def placements_of(
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> tuple[list[Placement] | None, list[relocation.MovableGroup]]:
-    """Return where the experts of each worker lie, and the groups whose experts can move; None
+    """Return where the experts of each worker lie, and the groups with experts that can move; None
     where every GPU holds all experts and no engines share them. ELDR's clusters are those of decode
     workers."""
     spec = prepared.spec
@@ -98,7 +98,7 @@ def _policy_of(
 
 
 class GroupPlacement(NamedTuple):
-    """The experts of one group, and who placed them."""
+    """The experts of one group, and the policy that placed them."""
 
     policy: PlacementPolicy
     group: ExpertGroup
@@ -116,7 +116,7 @@ def place_pool(
 ) -> list[GroupPlacement]:
     """Return where the experts of each group of a pool lie.
 
-    ``width``: engines of its only group, whose ranks hold as many instances; None: all; ``word``:
+    ``width``: engines of its only group, with as many instances on each rank; None: all; ``word``:
     the placement policy, in place of the pool's own."""
     spec = prepared.spec
     pool = spec.pools[spec.names.index(name)]
@@ -153,7 +153,7 @@ def elastic_groups(
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> list[ElasticGroup]:
-    """Return the groups whose engines come and go, with where experts lie at every width.
+    """Return the groups of engines that come and go, with where experts lie at every width.
 
     ``share``: returns engines with what they share, `sharing`. Raises InputError where ranks are
     not filled evenly: KV caches would change."""

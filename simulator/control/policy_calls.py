@@ -1,4 +1,4 @@
-"""What routers are asked, and what they hear: the part of a run that policies see."""
+"""What routers decide and receive: the part of a run that policies see."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NONE, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
 
 class PolicyCalls:
-    """Asks the routers of a cluster, and tells them what they may know, of ``arrays`` as it is."""
+    """Calls the routers of a cluster, and passes them what they may know of ``arrays``."""
 
     def __init__(
         self, inputs: RunInputs, routers: Sequence[PolicyRouter], arrays: loop.Run
@@ -66,7 +66,7 @@ class PolicyCalls:
         )
 
     def hear(self, *, at_once: bool = False) -> None:
-        """Tell of blocks and tokens what engines have published; all there is, if ``at_once``."""
+        """Report the blocks and tokens that engines have published; all, if ``at_once``."""
         if self.reports is not None:
             self.reports.tell(at_once=at_once)
 
@@ -171,9 +171,9 @@ def _signature_rows(cluster: CompiledCluster, request: int) -> Ranges:
 
 
 class PrefillReports:
-    """Reports of engines that routers have yet to hear of, for a ``listener``, the policy of a
-    prefill router, and ``on_blocks``. ``arrays``: of the cluster; ``stale``: whether it hears only
-    with signals."""
+    """Reports of engines not yet delivered to routers, for a ``listener``, the policy of a
+    prefill router, and ``on_blocks``. ``arrays``: of the cluster; ``stale``: whether they arrive
+    only with signals."""
 
     def __init__(
         self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool,

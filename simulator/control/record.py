@@ -94,7 +94,8 @@ class RunRecord:
 
     @property
     def load_start_s(self) -> Floats:
-        """When requests began to wait for KV tiers, s; who did not began its prompt then."""
+        """When requests began to wait for KV tiers, s; a request that did not wait began its prompt
+        then."""
         began = self.requests["prefill_start_s"]
         if self.tiers is None:
             return began

@@ -162,7 +162,7 @@ def transfer_of(moves: Ints, links: ExpertLinks, n_layers: int) -> Transfer:
 
 @dataclass
 class MovableGroup:
-    """A group whose experts may move, and where they are."""
+    """A group with experts that may move, and where they are."""
 
     first: int  #: its first engine, counted over both pools; ``size`` engines from there on
     size: int

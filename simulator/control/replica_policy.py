@@ -1,4 +1,4 @@
-"""A choice of replicas of one's own, in Python: asked for each layer of a group's step, before it
+"""A user's choice of replicas, in Python: called for each layer of a group's step, before it
 is counted. Ours are compiled (`replica_choice`), a hundred times as fast, and equal to the numpy
 classes here."""
 

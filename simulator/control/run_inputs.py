@@ -36,7 +36,7 @@ class RunInputs:
     routing; ``queue_keys``: of `policies.queue.orders`, None: FCFS; ``replicas``: experts of
     several instances, not in ``expert_masks``; ``relocations``: what moves experts; ``faults``:
     what goes wrong; ``replica_policy``: chooses among ``replicas`` in Python; ``elastic``: groups
-    whose engines come and go; ``on_blocks``: called with a worker, and the numbers of the prefix
+    of engines that come and go; ``on_blocks``: called with a worker, and the numbers of the prefix
     blocks that have come to its cache, or gone."""
 
     spec: ClusterSpec

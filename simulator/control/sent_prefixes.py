@@ -19,7 +19,7 @@ _ROOM = 1024
 
 
 def without_prefixes(workload: Workload, block_size: int) -> Workload:
-    """Return requests whose prompts share nothing until they are sent, with room for blocks."""
+    """Return requests with prompts that share nothing until they are sent, with room for blocks."""
     return replace(
         workload,
         prefix_hash=np.zeros(_ROOM, np.uint64),

@@ -121,7 +121,7 @@ class VllmScheduler:
     # --- requests come and go ---
 
     def add_request(self, request: Request) -> None:
-        """Take a new request, or one whose KV cache has arrived."""
+        """Take a new request, or one with a KV cache that has arrived."""
         if request.kv_here and request in self.ids:
             self.received.add(self.ids[request])
             return
@@ -233,7 +233,7 @@ class VllmScheduler:
 
     @property
     def prefilling(self) -> list[Sequence]:
-        """Those whose context is still being computed."""
+        """Sequences with a context still being computed."""
         return [each for each in self.running if each not in self.decoding]
 
     @property
@@ -506,7 +506,7 @@ def vllm_version() -> str:
 
 
 def vllm_workers(inputs: RunInputs) -> Mapping[str, type[Worker]]:
-    """Return the class of each pool's workers whose scheduler is vLLM's.
+    """Return the class of each pool's workers, with vLLM's scheduler.
 
     Raises InputError where vLLM is not installed, and for what it is not given here."""
     spec, window = inputs.spec, inputs.shards[0].sliding_window

@@ -97,8 +97,8 @@ def phases_of(
 def load_growth(
     arrival_s: Floats, finish_s: Floats, window: tuple[float, float]
 ) -> dict[str, float] | None:
-    """Count who came and who ended in the window, ``[N]`` times in s, behind the 90th percentile of
-    the lives that ended. None where nobody ended (negative or NaN), or the window is over
+    """Count arrivals and ends in the window, ``[N]`` times in s, behind the 90th percentile of
+    the lives that ended. None where no request ended (negative or NaN), or the window is over
     before."""
     ended = np.nan_to_num(finish_s, nan=-1.0) >= 0.0
     if not ended.any():

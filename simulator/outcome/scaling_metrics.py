@@ -1,4 +1,4 @@
-"""What a fleet of changing size takes and gives: GPU-hours by state, and who was served when."""
+"""What a fleet of changing size takes and gives: GPU-hours by state, and service by time."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def scaling_figures(
     pools: Sequence[WorkerPool],
     spec: ClusterSpec,
 ) -> dict[str, Any]:
-    """Return ``scaling`` of a summary; nothing where nobody started or stopped a worker."""
+    """Return ``scaling`` of a summary; nothing where no worker was started or stopped."""
     if record.states is None:
         return {}
     begin = record.window[0]

@@ -1,6 +1,6 @@
-"""What the compiled loop does with routers: it applies their rules (`policies.rule.Rule`), told
+"""What the compiled loop does with routers: it applies their rules (`policies.rule.Rule`), given
 once for each class of requests that a router treats alike, calls their policies' compiled decisions
-(`policies.compiled`) or asks them each time, and holds requests."""
+(`policies.compiled`) or calls Python each time, and holds requests."""
 
 from typing import Any, NamedTuple
 
@@ -212,5 +212,5 @@ def submit(router: Router, requests: Any, request: int) -> None:
 
 @compiled()
 def ask_again(router: Router) -> None:
-    """Let a router be asked once more about all that it holds."""
+    """Let a router decide again on all that it holds."""
     router.record[0].to_ask = router.record[0].n

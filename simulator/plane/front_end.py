@@ -6,7 +6,7 @@ them by the engine's version (`vllm/utils/async_utils.py`, `vllm/renderers/param
 - ``microbatch_sequential`` (vLLM 0.15 to May 2026): one thread collects prompts, up to 32 or 2 ms
   from the first one, tokenises them one after the other, and hands all on together.
 - ``microbatch_parallel`` (vLLM 0.10 to 0.14): the same, but the batch is spread over CPU cores.
-- ``thread_pool`` (from June 2026): so many threads, a prompt each; vLLM's default is one."""
+- ``thread_pool`` (from June 2026): ``threads`` threads, a prompt each; vLLM's default is one."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -81,7 +81,7 @@ def most_at_once(spec: FrontEndSpec | None) -> int:
 
 
 def make_front_end(spec: FrontEndSpec | None, prompt_len: Ints) -> FrontEnd | None:
-    """Return idle API servers for requests with so many prompt tokens; None without a spec."""
+    """Return idle API servers for requests with these prompt tokens; None without a spec."""
     if spec is None:
         return None
     settings, servers = np.zeros(1, _SETTINGS), np.zeros(spec.n_servers, _SERVER)
@@ -98,14 +98,14 @@ def make_front_end(spec: FrontEndSpec | None, prompt_len: Ints) -> FrontEnd | No
 
 
 def no_front_end() -> FrontEnd:
-    """Return what stands for a cluster without API servers of its own."""
+    """Return what stands for a cluster without API servers."""
     none = np.zeros(0)
     return FrontEnd(np.zeros(0, _SETTINGS), np.zeros(0, _SERVER), none, none, none)
 
 
 @compiled()
 def send(clock: Any, events: Any, front: FrontEnd, request: int) -> None:
-    """Let the event loop of the server whose turn it is read a request."""
+    """Let the event loop of the next server in turn read a request."""
     server = front.servers[request % front.servers.shape[0]]
     server.loop_free_s = max(clock[0].now, server.loop_free_s) + front.event_loop_s[request]
     schedule(clock, events, server.loop_free_s + front.http_s[request], READ, request)

@@ -12,21 +12,22 @@ The life of a request, top to bottom::
     STEP_START      its prompt is computed, step by step               `executor.run_step`
     BOUNDARY        the prompt is computed: hand it over, or end it    `engine.boundary`
     PROMPT_END      the same, when the last of several stages has it   `engine.leave_stages`
-    DISPATCH        signature and router: who goes on is picked        `drain`
+    DISPATCH        signature and router: its decode worker is picked  `drain`
     BOUNDARY        that worker's engine reserves its KV blocks        `engine.boundary`
     TRANSFER_START  its KV cache flows over shared links               `network.begin`
     TRANSFER_END    its blocks at the source are free, it can join     `network.end`
     BOUNDARY        it joins the decode batch                          `engine.boundary`
     STEP_START      one token a step                                   `executor.run_step`
     BOUNDARY        it has all its tokens: its blocks are free         `drain`
-    REPORT          the routers hear of its end                        `drain`
+    REPORT          the routers learn of its end                       `drain`
 
-Workers have one numbering, pool by pool. A request says whose KV cache it takes over
-(``REQUEST.source``; -1: it computes its own), and the pool of its worker who goes on when the
-prompt is computed (``POOL.then``): another router's worker, that worker, or nobody. Where blocks
-are reserved early, that router is asked first (``REQUEST.reserved``). A router may hold a request
-until it hears of an end or of signals. Engines that share experts start their steps together. The
-control plane (SimPy processes) is a guest: the time of its next event is one float of the clock."""
+Workers have one numbering, pool by pool. A request says which KV cache it takes over
+(``REQUEST.source``; -1: it computes its own), and the pool of its worker says where it goes when
+the prompt is computed (``POOL.then``): to another router's worker, to that worker, or nowhere.
+Where blocks are reserved early, that router decides first (``REQUEST.reserved``). A router may hold
+a request until it receives a completion or signals. Engines that share experts start their steps
+together. The control plane (SimPy processes) is a guest: the time of its next event is one float of
+the clock."""
 
 from typing import Any, NamedTuple
 
@@ -390,8 +391,7 @@ def _is_full(world: World, event: Any) -> Any:
 @njit(_nrt=False)
 def advance(world: World, until: float, n_events: int) -> Any:
     """Let happen what happens before ``until``, s, or ``n_events``; returns why it returned. After
-    FULL grow the logs and ``gaps``, and tell the router that hears of blocks, before the next
-    call."""
+    FULL grow the logs and ``gaps``, and call the router that reads blocks, before the next call."""
     run = world.run
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, pools, settings = engines.requests, engines.pools, engines.settings[0]

@@ -1,6 +1,6 @@
 """KV transfers in flight: links shared max-min fairly, compiled.
 
-Bytes flow at a rate that the egress link of who sends and the ingress link of who receives share
+Bytes flow at a rate that the sender's egress link and the receiver's ingress link share
 max-min fairly (progressive filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Of ``n``
 workers ``w`` has the links ``w``, for what comes in, and ``n + w``, for what goes out."""
 
@@ -61,7 +61,7 @@ def begin(
 
 @compiled()
 def end(clock: Any, events: Any, net: Any) -> Any:
-    """Take the transfers out whose bytes have flowed, into ``net.done``; returns how many."""
+    """Take out the transfers with no bytes left, into ``net.done``; returns how many."""
     _progress(clock, net)
     # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
     _, exponent = math.frexp(clock[0].now)
@@ -85,7 +85,7 @@ def end(clock: Any, events: Any, net: Any) -> Any:
 
 @compiled()
 def drop(clock: Any, events: Any, net: Any, request: int) -> None:
-    """Take a transfer out whose bytes have not all flowed, if it is in flight."""
+    """Take out an unfinished transfer, if it is in flight."""
     _progress(clock, net)
     net.touched[:] = False
     kept = 0

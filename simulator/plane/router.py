@@ -159,7 +159,7 @@ class PolicyRouter:
         self.arrays = self.arrays._replace(class_of=np.concatenate([known, more]))
 
     def unknown(self, request: int) -> list[int]:
-        """Return a request, and one of each of the next classes whose rule is not known."""
+        """Return a request, and one of each of the next classes without a known rule."""
         own = self.arrays.class_of[request]
         if own < 0 or self.arrays.rule_of[own] >= 0:
             return [request]
@@ -245,5 +245,5 @@ def grown(array: Array, length: int | None = None) -> Array:
 
 
 def with_room(log: Records, needed: int) -> Records:
-    """Return a log for so many records; the same one if it has room."""
+    """Return a log for ``n`` records; the same one if it has room."""
     return log if len(log) >= needed else with_room(grown(log), needed)

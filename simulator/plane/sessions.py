@@ -1,10 +1,11 @@
-"""Sessions in the compiled loop: requests that go on with others, and who begins next.
+"""Sessions in the compiled loop: requests that follow others, and which begins next.
 
 A request that goes on with others arrives a gap after the last of them has completed; never, if one
 does not. Those that go on with none arrive in their order, or, where sessions are limited, when
 they may. Where lanes warm caches first, the measured window opens when that has ended; nothing is
 sent when it closes, and what is in flight has a grace. Where nothing of a session is in flight for
-`SESSION_IDLE_S` seconds, or nothing at all for `ALL_IDLE_S`, what waits comes so much sooner."""
+`SESSION_IDLE_S` seconds, or nothing at all for `ALL_IDLE_S`, what waits comes sooner by the idle
+time."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ SESSION_IDLE_S, ALL_IDLE_S = 300.0, 10.0
 
 
 class Sessions(NamedTuple):
-    """Who goes on with whom; arrays are empty where requests go on with none."""
+    """Which request follows which; arrays are empty where none follows another."""
 
     record: Records  #: ``SESSIONS [1]``
     order: Int32s  #: ``[requests]``: the requests that have arrived, in their order
@@ -116,7 +117,7 @@ def _begin(clock: Any, events: Any, engines: Any) -> None:
 
 @compiled()
 def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
-    """Release who waits for a request that has ended, or give them up."""
+    """Release the requests that wait for one that has ended, or give them up."""
     sessions, requests = engines.sessions, engines.requests
     if sessions.waits.shape[0] == 0:
         return

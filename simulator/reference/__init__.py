@@ -9,7 +9,7 @@ Read it in this order, which is the life of a request:
 `front_end`          API servers: read and tokenise
 `router`             a policy chooses a worker, or holds the request
 `worker`             an engine core: `Prefiller`, `Decoder`, `Colocated`; when steps start and end
-`scheduler`          vLLM's scheduler: who runs in the next step, with how many tokens
+`scheduler`          vLLM's scheduler: what runs in the next step, with how many tokens
 `kv_blocks`          KV blocks and the prefix cache
 `experts`            which experts the tokens of a step activate
 `speculation`        drafts: how many are accepted, what they cost

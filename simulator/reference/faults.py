@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class Faults:
     """What can be done to workers and requests; ``plan``: what routers do about deaths. Workers are
-    told by the numbers of their engines."""
+    named by the numbers of their engines."""
 
     of_sessions = False  # requests that go on with others are refused
 
@@ -333,7 +333,7 @@ class Faults:
         self.env.at(at_s, send)
 
     def cancel(self, number: int) -> None:
-        """Let a client give up; who runs leaves at the end of the step in progress."""
+        """Cancel a request; a running one leaves at the end of the step in progress."""
         request = self.cluster.requests[number]
         if request.outcome:
             return

@@ -30,7 +30,7 @@ class FrontEnd:
         self.seconds = list(zip(*times, strict=True))
 
     def send(self, request: Request) -> None:
-        """Let the client send a request to the server whose turn it is."""
+        """Let the client send a request to the next server in turn."""
         server = self.servers[request.number % len(self.servers)]
         server.receive(request, *self.seconds[request.number])
 

@@ -7,7 +7,7 @@ without requests takes part with a dummy batch (vLLM: ``DPEngineCoreProc``)::
     host + attention, dense layers, lm_head of the slowest engine
     + for each MoE layer: dispatch + choice of instances + MoE of the slowest rank + combine
 
-With attention and experts on GPUs of their own (MegaScale-Infer, arXiv 2504.02263, Sec. 4) a step
+With attention and experts on separate GPUs (MegaScale-Infer, arXiv 2504.02263, Sec. 4) a step
 is cut into micro-batches, which pass the stages of a layer in turn."""
 
 from collections.abc import Iterator, Sequence
@@ -212,13 +212,13 @@ class ExpertGroup(EngineGroup):
         return Own(max(attention) + longest, total)
 
     def is_split(self, tokens: int, prompts: bool) -> bool:
-        """Return whether a step whose fullest engine has this many tokens is computed as two
+        """Return whether a step with this many tokens on its fullest engine is computed as two
         halves, one of which computes while the other is sent."""
         least = self.shared.split_prompts if prompts else self.shared.split_decode
         return 0 < least <= tokens
 
     def overlapped(self, busy: dict[Worker, Batch], own: Own, layers: Layers) -> Layers:
-        """Return layers whose dispatch and combine are what computing does not hide: of half a
+        """Return layers with the dispatch and combine that computing does not hide: of half a
         layer nothing is, and computing slows beside them."""
         tokens = max(
             sum(s.tokens for s in batch) + sum(s.chunk for s in chunked)
@@ -314,7 +314,8 @@ class ExpertGroup(EngineGroup):
 
     def copies(self, home: Ints, token: Ints, rank: Ints) -> Any:
         """Return the copies of tokens that the busiest rank sends or receives inside its node, and
-        between nodes: one an expert, a rank, or a node, whose GPU of the same place forwards it."""
+        between nodes: one an expert, a rank, or a node, where the GPU of the same place forwards
+        it."""
         shared, ranks = self.shared, self.ranks
 
         def distinct(place: Ints, n: int) -> Array:

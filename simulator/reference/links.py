@@ -22,7 +22,7 @@ Link = tuple[bool, int]
 
 @dataclass(eq=False)
 class Flow:
-    """A KV transfer whose bytes flow."""
+    """A KV transfer in progress."""
 
     request: Request
     links: tuple[Link, Link]
@@ -68,7 +68,7 @@ class Links:
         self._share()
 
     def drop(self, request: Request) -> None:
-        """Take a transfer out whose bytes have not all flowed, if it is in flight."""
+        """Take out an unfinished transfer, if it is in flight."""
         self._progress()
         left = [flow for flow in self.flows if flow.request is not request]
         if len(left) < len(self.flows):

@@ -182,7 +182,7 @@ class ReferenceCluster:
             self.env.call_at(self.env.now + self.spec.signal_interval_s, self.publish)
 
     def publish(self) -> None:
-        """Let all engines publish; policies are asked again about what they hold."""
+        """Let all engines publish; policies decide again on what they hold."""
         self.publish_due = False
         for router in self.routers:
             router.publish()
@@ -256,13 +256,13 @@ class ReferenceCluster:
         self.routers[1 if self.spec.reserves_early else 0].place(request)
 
     def dispatch_prompt(self, request: Request) -> None:
-        """Ask who computes a prompt for which KV blocks have been reserved."""
+        """Choose the worker of a prompt after its KV blocks have been reserved."""
         self.routers[0].place(request)
 
     # --- from where its prompt is computed to where it is decoded ---
 
     def hand_over(self, request: Request) -> None:
-        """Let a request go on whose prompt is computed, when the router has had its time."""
+        """Send a request with a computed prompt on, when the router has had its time."""
         self.report(request)
         spec = self.spec
         delay = spec.routing_s + spec.handover_s + spec.routing_token_s * request.prompt_len
@@ -274,7 +274,8 @@ class ReferenceCluster:
             )
 
     def dispatch(self, request: Request) -> None:
-        """Ask who decodes a request, or fetch its KV cache into the blocks reserved early."""
+        """Choose the decode worker of a request, or fetch its KV cache into the blocks reserved
+        early."""
         if request.reserved >= 0:
             request.source, request.worker, request.reserved = request.worker, request.reserved, -1
             self.fetch(request)

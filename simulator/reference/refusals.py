@@ -8,8 +8,8 @@ from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 
 
 def refuse(inputs: RunInputs, chosen: Container[str]) -> None:
-    """Raise InputError for what only the compiled plane runs. ``chosen``: pools whose workers are a
-    user's, which may know of layers that stream."""
+    """Raise InputError for what only the compiled plane runs. ``chosen``: pools of user-written
+    workers, which may handle streamed layers."""
     spec, workload = inputs.spec, inputs.workload
     engines = [pool.engine for pool in spec.pools]
     drafts = [engine.speculation.config for engine in engines if engine.speculation is not None]

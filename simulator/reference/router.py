@@ -98,7 +98,7 @@ class Router:
             self.held.remove(request)
 
     def ask_again(self) -> None:
-        """Let the policy be asked once more about all that is held."""
+        """Let the policy decide again on all that is held."""
         self.to_ask = len(self.held)
 
     def ask_held(self) -> None:

@@ -70,10 +70,10 @@ class Scheduler:
     # --- requests come and go ---
 
     def add_request(self, request: Request) -> None:
-        """Take a new request, or one whose KV cache has arrived.
+        """Take a new request, or one with a KV cache that has arrived.
 
-        With asynchronous scheduling the next step was scheduled when this one started: who comes
-        meanwhile joins the one after."""
+        With asynchronous scheduling the next step was scheduled when this one started: requests
+        that come meanwhile join the one after."""
         self.requests.add(request)
         if not request.kv_here:
             request.queued_s = self.worker.env.now
@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do, but perhaps for who has just come."""
+        """Whether there is nothing to do, except perhaps for new requests."""
         queued = self.kv_ready or self.preempted or self.waiting
         return not (self.running or self.riding or queued)
 
@@ -295,7 +295,7 @@ class Scheduler:
         return sequence.got if self.frees_late else max(0, sequence.got - 1)
 
     def admit(self, defers_prompts: bool) -> None:
-        """Admit who holds KV blocks already, then who lost them, then who is new.
+        """Admit requests that hold KV blocks, then preempted ones, then new ones.
 
         It takes a place in the batch, tokens of the budget, and the KV blocks of its first chunk,
         if the whole context would fit; no request overtakes the next one. Under priority
@@ -336,7 +336,7 @@ class Scheduler:
         self.waiting.sort(key=order)
 
     def admit_kv_ready(self, request: Request) -> bool:
-        """Let a request decode whose KV cache is here, but for the last token of the prompt."""
+        """Let a request decode with its KV cache here, but for the last token of the prompt."""
         context = request.tokens - 1
         sequence = self.sequence(request, context, context)
         ahead = self.lookahead or sequence.tokens > 1
@@ -492,8 +492,8 @@ class Scheduler:
     # --- a step begins ---
 
     def begin_step(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Take the KV blocks of the next step's tokens; return who decodes and who computes a part
-        of a context. Those that ride along stand first and have no blocks."""
+        """Take the KV blocks of the next step's tokens; return the decoding sequences and those
+        that compute a chunk of a context. Those that ride along stand first and have no blocks."""
         self._last = self._admitted
         for sequence in self.decoding:
             self.kv.grow(sequence, self.kv.needed(sequence))

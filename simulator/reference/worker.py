@@ -87,7 +87,7 @@ class Worker:
             self.env.trigger(self.woken, at)
 
     def take(self, request: Request) -> None:
-        """Take a request that a router sends, or whose KV cache has arrived."""
+        """Take a request that a router sends, or one with a KV cache that has arrived."""
         self.scheduler.add_request(request)
         self.wake()
 
@@ -272,7 +272,7 @@ class Prefiller(Worker):
             self.wake()
 
     def end_prompt(self, request: Request) -> None:
-        """Hand a request over, whose blocks stay until they have been fetched, or end it."""
+        """Hand over a request; its blocks stay until they have been fetched, or end it."""
         request.prefill_end_s = self.env.now
         if self.pool.then >= 0:
             self.cluster.todo.append((self.cluster.hand_over, request))

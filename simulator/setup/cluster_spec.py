@@ -66,7 +66,7 @@ class EngineSpec:
 
     @property
     def n_expert_ranks(self) -> int:
-        """GPUs whose experts a layer waits for: one where each gathers all."""
+        """The number of GPUs that a layer waits for: one where each gathers all experts."""
         streams = self.layout is not None and self.layout.stream is not None
         return 1 if streams else self.parallelism.n_expert_ranks
 

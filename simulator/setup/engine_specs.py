@@ -32,8 +32,8 @@ from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_l
 
 
 def redundant_experts(config: RunConfig, pool: WorkerPool, model: ModelDims) -> int:
-    """Return the redundant experts of a whole worker, whose fewest engines (``min_workers``) hold
-    all experts and ``num_redundant_experts`` more. Raises InputError where that cannot be."""
+    """Return the redundant experts of a whole worker, where the fewest engines (``min_workers``)
+    hold all experts and ``num_redundant_experts`` more. Raises InputError where that cannot be."""
     parallelism, field = pool.parallelism, "enable_elastic_ep"
     least = config.scaling.least_workers(config.pools)[pool.name]
     problems = {

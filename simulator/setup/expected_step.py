@@ -53,14 +53,13 @@ def expert_shares(trace: RoutingTrace, prompts: bool = False) -> FloatArray:
 
 
 def activated(share: FloatArray, tokens: float) -> FloatArray:
-    """Return the probability that any of so many independent tokens chooses an expert."""
+    """Return the probability that any of ``tokens`` independent tokens chooses an expert."""
     return np.asarray(-np.expm1(tokens * np.log1p(-np.minimum(share, 1.0 - 1e-12))))
 
 
 class ExpectedStep:
-    """The mean work of a group's ranks, for any number of tokens. ``engine``: of a pool whose
-    engines share experts; ``trace``: whose tokens are served; ``prompts``: whether those of
-    prompts."""
+    """The mean work of a group's ranks, for any number of tokens. ``engine``: of a pool of engines
+    that share experts; ``trace``: of the tokens served; ``prompts``: whether those of prompts."""
 
     def __init__(
         self, engine: EngineSpec, placement: Placement, trace: RoutingTrace, prompts: bool
@@ -147,7 +146,7 @@ class ExpectedStep:
         return self._by_rank(total)
 
     def layers(self, tokens: int) -> SharedLayers:
-        """Return what the MoE layers of a step of so many tokens of the group take."""
+        """Return what the MoE layers of a step of ``tokens`` tokens of the group take."""
         work, at_home = self._work, tokens / self.homes
         work.pairs[:] = (tokens * self.pairs).T[:, self._tile]
         work.instances[:] = self._active(tokens).T[:, self._tile]
@@ -209,8 +208,8 @@ def scaling_facts(
     works: Sequence[Mapping[int, Callable[[], ExpectedStep]]],
     pauses: Mapping[str, Callable[[int, int], float]],
 ) -> ScalingContext:
-    """Return what is known of the pools of a run and of its requests. ``works``: who tells the
-    steps of engines that share experts, by their number; ``pauses``: `PoolFacts.pause_s`."""
+    """Return what is known of the pools of a run and of its requests. ``works``: expected steps of
+    engines that share experts, by their number; ``pauses``: `PoolFacts.pause_s`."""
     spec, fetching = prepared.spec, {name for p in made_pools for name in p.takes_over}
     pools = []
     for pool, made, own in zip(spec.pools, made_pools, works, strict=True):

@@ -72,7 +72,8 @@ def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
 
 
 def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances: int) -> None:
-    """Raise InputError unless a GPU that holds nothing else holds so many expert instances."""
+    """Raise InputError unless a GPU that holds nothing else holds this number of expert
+    instances."""
     needed, left = instances * model.bytes_per_expert, int(gpu.memory_bytes * utilization)
     left -= gpu.engine_reserved_bytes
     if needed > left:
@@ -84,8 +85,8 @@ _PAGE = 16  # tokens by which vLLM enlarges blocks of models that keep states
 
 
 def state_block_size(shard: ModelDims, block_size: int) -> int:
-    """Return the tokens of a KV block of a GPU whose layers of linear attention keep a state: so
-    many that a layer's block is at least as large as a layer's state, because both come from one
+    """Return the tokens of a KV block of a GPU with layers of linear attention that keep a state:
+    enough that a layer's block is at least as large as a layer's state, because both come from one
     pool, and prefixes are reused at ends of blocks alone (vLLM's ``vllm/platforms/interface.py``,
     ``update_block_size_for_backend``; 528 tokens of Qwen3.5-4B, vllm#40696)."""
     if not shard.n_linear_layers:
@@ -180,8 +181,8 @@ def pool_blocks(
     activation_bytes: int = 0,
     speculation: Speculation | None = None,
 ) -> int:
-    """Return the KV blocks of a pool's engine whose GPUs hold so many expert instances. ``share``:
-    as of `kv_blocks`; ``activation_bytes``: beyond the engine's reserve."""
+    """Return the KV blocks of a pool's engine with this number of expert instances on its GPUs.
+    ``share``: as of `kv_blocks`; ``activation_bytes``: beyond the engine's reserve."""
     if parallelism.ffn_ranks:
         check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
         instances = 0

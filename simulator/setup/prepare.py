@@ -49,7 +49,7 @@ class PreparedRun:
 
 
 class RoutingNeeded(Exception):
-    """What is asked for needs routing, which has not been drawn yet. ``fits``: clusters of
+    """A request that needs routing, which has not been drawn yet. ``fits``: clusters of
     requests, which are fitted to it."""
 
     def __init__(self, fits: bool = False) -> None:

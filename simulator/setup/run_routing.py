@@ -1,4 +1,4 @@
-"""The routing trace that a run replays, and what a dense model may not be asked for."""
+"""The routing trace that a run replays, and what a dense model does not support."""
 
 import os
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ def check_experts(pool: Pool, role: str) -> None:
 def check_disaggregated(
     pool: WorkerPool, pools: Sequence[WorkerPool], cluster: ClusterConfig, *, moves: bool
 ) -> None:
-    """Raise InputError where a pool's experts cannot lie on GPUs of their own; ``moves``: whether
+    """Raise InputError where a pool's experts cannot lie on separate GPUs; ``moves``: whether
     experts move during the run."""
     field = f"topology.{pool.name}.ffn_ranks"
     if not any(pool.name in other.takes_over for other in pools):
@@ -161,8 +161,8 @@ def hold_instances(
     engine: EngineSpec,
     placements: Sequence[Placement],
 ) -> EngineSpec:
-    """Return engines whose GPUs hold the instances of their workers' placements, with the KV blocks
-    that the fullest GPU leaves.
+    """Return engines with GPUs that hold the instances of their workers' placements, with the KV
+    blocks that the fullest GPU leaves.
 
     Raises InputError if an expert has copies where engines share none, the weights leave no room,
     or the choice of replicas reads a load that the placement does not tell."""

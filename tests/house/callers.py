@@ -63,6 +63,7 @@ def problems(node: ast.FunctionDef) -> list[str]:
     text, lacking = ast.get_docstring(node) or "", []
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     names = [a.arg for a in (*arguments, node.args.vararg, node.args.kwarg) if a is not None]
+    names = [name for name in names if name not in ("self", "cls")]
     lacking += [name for name in names if f"\n    {name}: " not in text]
     first = text.split("\n\n")[0]
     if not first.endswith(".") or ". " in first:
@@ -70,6 +71,8 @@ def problems(node: ast.FunctionDef) -> list[str]:
     if names and "\nArgs:\n" not in text:
         lacking.append("Args")
     returns = "None" if node.returns is None else ast.unparse(node.returns)
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        returns = "None"  # a property is what its sentence names
     if returns.startswith("Iterator"):
         lacking += ["Yields"] * ("\nYields:\n" not in text)
     elif returns != "None":

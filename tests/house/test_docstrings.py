@@ -29,6 +29,29 @@ def test_the_public_functions_are_documented():
         assert problems(node) == [], function.__name__
 
 
+def test_the_public_classes_are_documented():
+    """Their arguments, and every public method and property; inherited ones of ours, too."""
+    kinds = [kind for name in eldr_sim.__all__ if inspect.isclass(kind := getattr(eldr_sim, name))]
+    assert {kind.__name__ for kind in kinds} == {"RunConfig", "Simulation"}
+    lacking = {}
+    for kind in kinds:
+        lines = inspect.getdoc(kind).splitlines()
+        assert {"Args:", "Raises:", "Examples"} <= set(lines), kind.__name__
+        if kind.__name__ == "Simulation":
+            parameters = list(inspect.signature(kind).parameters)
+            lacking |= {n: kind for n in parameters if not any(f"    {n}: " in t for t in lines)}
+        for owner in kind.__mro__:
+            if not owner.__module__.startswith("eldr_sim"):
+                continue
+            (node,) = ast.parse(inspect.getsource(owner)).body
+            for method in node.body:
+                if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
+                    continue
+                if found := problems(method):
+                    lacking[f"{owner.__name__}.{method.name}"] = found
+    assert lacking == {}
+
+
 def test_a_bad_docstring_is_found():
     (node,) = ast.parse('def load(name: str) -> int:\n    """Load. Or not."""').body
     assert isinstance(node, ast.FunctionDef)

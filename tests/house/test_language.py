@@ -1,4 +1,4 @@
-"""Help, errors and pages are plain English: no idiom of the word list stands in them."""
+"""Help, errors, pages and docstrings are plain English: they have no idiom of the word list."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from . import language
 
 
-@pytest.mark.parametrize("kind", ["help", "messages", "strings", "pages"])
+@pytest.mark.parametrize("kind", ["help", "messages", "strings", "pages", "docstrings"])
 def test_no_idiom_is_read(kind):
     """``python -m tests.house.language KIND`` prints each with its place."""
     found = [(place, hit) for place, text in language.KINDS[kind]() for hit in language.hits(text)]

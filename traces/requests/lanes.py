@@ -1,9 +1,9 @@
 """Lanes of agents, as AgentX runs them: clients that go on from the middle of recorded sessions.
 
-Each of so many clients begins in a session of which a share, from a quarter to three quarters, is
+Each client begins in a session of which a share, from a quarter to three quarters, is
 history. Before the window each sends the prompts that its session goes on with, and ten more of
 them in turn, for one token each: caches are warm then. When the last lane has done so all go on; a
-lane whose session ends takes the next, from its first turn. Sources: AgentX's methodology
+lane takes the next session when its own ends, from its first turn. Sources: AgentX's methodology
 (inferencex.semianalysis.com/agentx/methodology), SemiAnalysisAI/InferenceX at 4552491d,
 ``docs/agentic-warmup.md`` and ``docs/agentic-profile.md`` of ai-dynamo/aisimulate."""
 
@@ -104,7 +104,8 @@ class _Rows:
         return len(self.source) - 1
 
     def warm_up(self, lane: int, own: list[int], begin: int) -> int:
-        """Add what warms the caches of a lane whose session begins so far in; returns the last."""
+        """Add what warms the caches of a lane that starts its session at turn ``begin``; returns
+        the last."""
         history, last = set(own[:begin]), -1
         live = sorted({self._before[i] for i in own[begin:]} & history) or own[:1]
         for prompt in live + [live[turn % len(live)] for turn in range(_WARM_UPS)]:

@@ -1,11 +1,11 @@
-"""Requests of a log whose prompt lengths are distributed in another shape.
+"""Requests of a log, with prompt lengths distributed in another shape.
 
 Gimbal (Sun et al., Sec. V-A) samples 1,000 requests of BurstGPT in five shapes, which its Figure 5
 shows and nothing defines. Ours: with x, from 0 to 1, the prompt length between 1 token and what
 97.6% of the log's prompts do not exceed (3,000 tokens in BurstGPT, Sec. V-A.2), the density of x is
 ``random``: the log's own, longer prompts too; ``central``: ``2 - |4x - 2|``; ``descending``:
-``2 - 2x``; ``two_end``: ``|4x - 2|``; ``average``: 1. Requests are drawn without repetition, so
-many of each twentieth of x; they keep their outputs, sessions, prefixes and order."""
+``2 - 2x``; ``two_end``: ``|4x - 2|``; ``average``: 1. Requests are drawn without repetition, the
+fitting number of each twentieth of x; they keep their outputs, sessions, prefixes and order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> Reques
 
 
 def draw_by_length(prompt_len: NDArray[np.integer], shape: LengthShape, n: int, seed: int) -> Ints:
-    """Draw ``n`` requests whose lengths have a shape: indices, ascending; raises InputError."""
+    """Draw ``n`` requests with lengths of a shape: indices, ascending; raises InputError."""
     import numpy as np
 
     from eldr_sim.traces.streams import stream

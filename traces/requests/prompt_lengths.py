@@ -35,7 +35,7 @@ USUAL = 0.5  #: spread of HumanEval, for data sets of which only a mean is known
 def of_mean(
     name: str, prompts: float, tokens: float, source: str, spread: float = USUAL
 ) -> DataSet:
-    """Return a data set whose prompts have so many tokens in the mean."""
+    """Return a data set with a mean prompt of ``tokens`` tokens."""
     return DataSet(name, prompts, tokens * math.exp(-(spread**2) / 2), spread, source)
 
 

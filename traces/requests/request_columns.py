@@ -1,4 +1,4 @@
-"""Requests: who arrives when, with which text, how long, sharing what. Each decision draws from its
+"""Requests: arrivals, texts, lengths and what they share. Each decision draws from its
 own `streams.stream`, so a longer run starts with the requests of a shorter one; texts are dealt
 from a shuffled deck per domain, so that copies of one lie far apart."""
 

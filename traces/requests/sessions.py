@@ -119,10 +119,10 @@ def with_answers(
     blocks: Words, indptr: Ints, text: Ints,
     parent: Int32s, prompt: Int32s, output: Int32s, size: int,
 ) -> tuple[Array, Ints, Ints, Bools]:  # fmt: skip
-    """Return the blocks of contexts in place of those of prompts, of a recorded log, and of whom: a
-    parent has those of the first request that begins with its full blocks and is as long as its
-    context, but for a few tokens of a chat template. ``parent``: -1: none; ``size``: tokens of a
-    block."""
+    """Return the blocks of contexts in place of those of prompts, of a recorded log, and the
+    parents: a parent has those of the first request that begins with its full blocks and is as long
+    as its context, but for a few tokens of a chat template. ``parent``: -1: none; ``size``: tokens
+    of a block."""
     lists = [blocks[a:b] for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
     texts = [text[a:b] for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
     own, whole = list(lists), np.zeros(len(lists), bool)

@@ -19,7 +19,7 @@ Tokens = Literal["all", "decode", "prompt"]  #: which tokens of requests are cou
 def coactivation(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all") -> Ints:
     """Count the tokens that chose each pair of experts, int64 ``[n_layers, n_experts, n_experts]``;
     the diagonal is the load. ``tokens``: ``decode``, ``prompt``, or ``all`` that is recorded.
-    Raises InputError if prompts' tokens are asked of a decode-only trace."""
+    Raises InputError for prompts' tokens of a decode-only trace."""
     return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
 
 

@@ -3,7 +3,7 @@
 ``manifest.json`` (`Manifest`); ``requests.parquet``, a row a request: `COLUMNS`, lengths in tokens,
 ``split`` ``calibration`` or ``serving``; ``experts.npy`` or ``experts.npy.xz``, ids ``[token,
 layer, top_k]``: from ``first_row`` on a row for each prompt token (none in a decode-only trace,
-``prompt_rows`` false), then one for each generated token whose forward pass was recorded
+``prompt_rows`` false), then one for each generated token with a recorded forward pass
 (``output_len``), without gap or overlap; ``gate_scores.npz``, optional.
 
 A decode worker computes a request's last prompt token first, which yields the first generated token

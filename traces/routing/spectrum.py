@@ -1,4 +1,4 @@
-"""What requests differ by: the variance between them, its spectrum, and what a label tells of it.
+"""What requests differ by: the variance between them, its spectrum, and how much a label explains.
 
 A request's profile is the share of its tokens that chose each expert, ``[layers, experts]``. Chance
 and drift are not common to its halves: all figures come from the covariance, over requests, of the

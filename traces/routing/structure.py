@@ -8,8 +8,8 @@ Domains
     Jensen-Shannon divergence, bits, between generated tokens' choices in a layer; for comparison
     between even and odd requests of a domain, which differ by their number alone.
 Requests
-    Share of requests whose nearest other one, by cosine distance of their prompts' expert counts
-    (their decodes' in a decode-only trace), is of the same domain."""
+    Share of requests where the nearest other one, by cosine distance of their prompts' expert
+    counts (their decodes' in a decode-only trace), is of the same domain."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +117,8 @@ def domain_divergence(counts: Floats, domain: Array, names: list[str]) -> Domain
 
 
 def nearest_neighbour_accuracy(features: Floats, domain: Array) -> float | None:
-    """Return the share of requests whose nearest other one has their domain; None for fewer than 2.
-    ``features``: ``[n, ...]``, not all zero for any request."""
+    """Return the share of requests with the nearest other one in their domain; None for fewer than
+    2. ``features``: ``[n, ...]``, not all zero for any request."""
     flat = features.reshape(len(features), -1).astype(np.float32)
     if len(flat) < 2:
         return None

@@ -139,7 +139,7 @@ def _lacking(log: EngineLog, computed: Mapping[str, int]) -> list[str]:
 
 
 def request_rows(names: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the row of each engine-side request name whose request is known."""
+    """Return the row of each engine-side request name with a known request."""
     found = {}
     for name in names:
         row = next((rows[known] for known in external_ids(name) if known in rows), None)

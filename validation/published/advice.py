@@ -2,7 +2,7 @@
 
 A question is a card, a model, prompt and output lengths and a bound of TPOT. The published runs of
 that card, model and lengths are the choices: engine, checkpoint, parallelism, prefill apart or not,
-streams. A planner takes the one of most output tokens a second and GPU whose predicted TPOT keeps
+streams. A planner takes the one of most output tokens a second and GPU with a predicted TPOT within
 the bound; what was measured says whether it does, and how much of the best such run's it serves."""
 
 from collections.abc import Sequence

@@ -144,8 +144,8 @@ def cells_within(few: Sequence[Residual]) -> dict[_Cell, Cell]:
 
 
 def beyond(few: Sequence[Residual], many: Sequence[Residual]) -> dict[_Cell, Cell]:
-    """Return the bands of runs of more than 256 requests in flight: of each cell the hull of its
-    own residuals and of the band of the narrowest cell of fewer requests that is like it."""
+    """Return the bands of runs of more than 256 requests in flight: of each cell the hull of the
+    cell's residuals and of the band of the narrowest cell of fewer requests that is like it."""
     within = cells_within(few)
     found = {}
     for path, cell in cells_of(many).items():
@@ -194,8 +194,8 @@ def _grown(cells: Mapping[_Cell, Cell], growth: float) -> dict[_Cell, Cell]:
 
 
 def by_crowd(residuals: Sequence[Residual]) -> tuple[list[Residual], list[Residual]]:
-    """Return rows of at most 256 requests in flight on a worker and others, whose servers set the
-    pace: neither says anything about the other."""
+    """Return rows of at most 256 requests in flight on a worker, and the others, where servers set
+    the pace: neither says anything about the other."""
     many = LOADS[-1][1]
     few = [residual for residual in residuals if residual.kind.load != many]
     return few, [residual for residual in residuals if residual.kind.load == many]

@@ -60,7 +60,7 @@ def bench_config(bench: Bench, config: RunConfig, folder: Path) -> RunConfig:
 
 def with_model(bench: Bench, config: RunConfig, *, given: bool) -> RunConfig:
     """Return a configuration of the model that a result is of; raises InputError where another is
-    asked for, or none is known. ``given``: whether the configuration's was asked for."""
+    requested, or none is known. ``given``: whether the configuration's was requested."""
     measured = None
     for name in (bench.model, bench.model.rstrip("/").rpartition("/")[2]):
         try:

@@ -2,7 +2,7 @@
 
 Results of ``vllm bench serve`` (``--save-result``, better with ``--save-detailed``), which SGLang's
 ``bench_serving`` writes alike, of aiperf (``profile_export_aiperf.json``), of GuideLLM
-(``guidellm run --output kind=json``), whose TPOT divides by all tokens: its ITL is our TPOT, and of
+(``guidellm run --output kind=json``), where TPOT divides by all tokens: its ITL is our TPOT, and of
 inference-perf (``per_request_lifecycle_metrics.json``)."""
 
 import json

@@ -81,8 +81,8 @@ def _median(errors: Sequence[float]) -> float | None:
 
 
 def moved(before: Mapping[str, Cell], after: Mapping[str, Cell]) -> list[str]:
-    """Return a sentence for each cell whose error changes by more than `POINTS` and `SHARE`, or
-    that is there on one side only."""
+    """Return a sentence for each cell with an error that changes by more than `POINTS` and `SHARE`,
+    or that is there on one side only."""
     said = []
     for name in sorted({*before, *after}):
         if name not in before or name not in after:

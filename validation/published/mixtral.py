@@ -87,7 +87,7 @@ def read_requests(folder: Path, load: str) -> Requests:
 
 
 def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
-    """Return requests whose prompts repeat in turn, each as one with all its blocks."""
+    """Return requests with prompts that repeat in turn, each as one with all its blocks."""
     arrival, prompt, output = requests
     n, rng = len(arrival), np.random.default_rng(seed)
     which = np.arange(n) % PROMPTS

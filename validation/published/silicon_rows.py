@@ -52,7 +52,7 @@ _DATA_PARALLEL = (
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model whose measured runs can be predicted."""
+    """A model with measured runs that can be predicted."""
 
     model_path: str  #: name in the file
     #: A shipped model, or a file of ``rows``; None: the package's copy of the configuration.
@@ -481,7 +481,7 @@ def make_routing(folder: Path, routing: Routing, target: MeasuredModel) -> Path:
 
 
 def uniform_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
-    """Write a routing trace whose tokens choose experts uniformly at random."""
+    """Write a routing trace of tokens that choose experts uniformly at random."""
     model = target.dims()
     rng = np.random.default_rng(seed)
     shape = (PROMPT + OUTPUT, model.n_moe_layers, model.n_experts)

@@ -1,1 +1,2 @@
-"""Which KV blocks are whose: caches of workers, tiers beside them, and what a step takes."""
+"""Which request has which KV blocks: caches of workers, tiers beside them, and what a step
+takes."""

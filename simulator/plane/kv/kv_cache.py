@@ -4,8 +4,8 @@ The rules are vLLM's (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): 
 hash that stands for its tokens and all before them, and is shared by reference. A free block keeps
 its contents until it is needed: blocks without a hash are reused first, then the least recently
 freed; those of a request are freed from its last to its first. A hit never covers the last token of
-a context, whose logits are needed. ELDR's signature cache (Sec. 4.4) is a row a block: the experts
-that its tokens chose, here kept as the request whose prompt was computed into it.
+a context, because its logits are needed. ELDR's signature cache (Sec. 4.4) is a row a block: the
+experts that its tokens chose, here kept as the request that computed its prompt into it.
 
 Full blocks that no other request shares (generated tokens, the unshared end of a prompt) have a
 hash, too, by which their request finds them again after a preemption. They are not listed one by
@@ -68,7 +68,7 @@ def make_kv_cache(
 ) -> KVCache:
     """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
     written. ``n_workers``: 0 where no pool caches prefixes, so that nothing is ever found.
-    ``listened``: the number of workers, from the first, whose blocks are noted in ``events``."""
+    ``listened``: the number of workers, from the first, with blocks noted in ``events``."""
     size = workload.prefix_block_tokens if n_workers else 0
     context = workload.prompt_len.astype(np.int64)
     if workload.answered is not None:
@@ -284,7 +284,7 @@ def _take_of_run(kv: Any, workers: Any, w: int, block: int, first: int, stop: in
 
 @compiled()
 def take_blank(kv: Any, workers: Any, w: int, n: int) -> None:
-    """Take ``n`` free blocks for contents that nobody can find."""
+    """Take ``n`` free blocks for contents that no lookup finds."""
     if n > workers[w].n_blank:
         _evict(kv, workers, w, n - workers[w].n_blank)
     workers[w].n_blank -= n

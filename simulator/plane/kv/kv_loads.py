@@ -52,7 +52,7 @@ def lookup_blocks(engines: Any, w: int, side: int, request: int, found: int) -> 
 
 @compiled()
 def count_idle(engines: Any, w: int, side: int, request: int, found: int) -> Any:
-    """Return how many of a request's first cached blocks nobody holds."""
+    """Return how many of a request's first cached blocks are free."""
     kv, idle = engines.kv, _NONE
     for number in range(found):
         block = kv.listed[side, kv.first_listed[request] + number]
@@ -86,7 +86,7 @@ def loadable_tokens(engines: Any, w: int, request: int, found: int, tokens: int)
 
 @compiled()
 def reach_peer(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
-    """Count the blocks behind ``found`` ones that a prefill worker pulls, and note from whom; 0
+    """Count the blocks behind ``found`` ones that a prefill worker pulls, and note the source; 0
     where no decode worker holds them, or it is faster to compute them."""
     kv, requests = engines.kv, engines.requests
     loading, load = kv.tiers.loading[0], kv.tiers.loads[request]
@@ -216,7 +216,7 @@ def line_up(engines: Any, w: int, request: int) -> None:
 
 @compiled()
 def have_come(engines: Any, w: int, side: int, request: int) -> None:
-    """Let a request's blocks be here, and so those of who waited for them alone."""
+    """Let a request's blocks be here, and those of requests that waited for them alone."""
     kv, loads = engines.kv, engines.kv.tiers.loads
     worker = engines.workers[w]
     loads[request].until_s = -1.0

@@ -243,8 +243,8 @@ def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
 
 @compiled()
 def can_join(engines: Engines, w: int, request: int, padded: int) -> Any:
-    """Whether there are blocks for the drafts of a request whose KV cache has arrived, and for
-    ``padded`` placeholders."""
+    """Whether there are blocks for the drafts of a request with a KV cache that has arrived, and
+    for ``padded`` placeholders."""
     lookahead, record = engines.pools[engines.pool_of[w]].lookahead, engines.requests[request]
     if lookahead + padded == 0:
         return True

@@ -5,13 +5,13 @@ store holds blocks by their hashes; the least recently used go first, or the fir
 whichever ARC lets go, or the last ones of the worst session. A block comes when it is computed
 (``THROUGH``), when another request finds it in a worker's cache (``SELECTIVE``), or when that
 evicts it (``BACK``); what a tier evicts goes to the next that is written back. Use in a cache
-renews a block in all its tiers; who loads from an exclusive tier takes it out.
+renews a block in all its tiers; a load from an exclusive tier takes it out.
 
 ARC and eviction by session remember the hashes of as many blocks as they have room for. To ARC a
-block is used again when another request uses it; by session a store is told of requests and of all
+block is used again when another request uses it; by session a store receives requests and all
 blocks of a step (`kv_loads`), and takes none where not enough may go. Copies of one direction over
-a worker's link run one after the other, as those of a store whose bandwidth is a limit. A block can
-be loaded when it has been stored; a cache may reuse one whose store still goes on."""
+a worker's link run one after the other, as those of a store with limited bandwidth. A block can
+be loaded when it has been stored; a cache may reuse one that is still being stored."""
 
 from typing import Any, NamedTuple
 

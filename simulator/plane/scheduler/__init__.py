@@ -1,1 +1,1 @@
-"""Who computes next in an engine: queues, admission, preemption."""
+"""What an engine computes next: queues, admission, preemption."""

@@ -1,7 +1,8 @@
-"""Who joins an engine's next step: those that hold KV blocks, that lost theirs, that are new.
+"""Which requests join an engine's next step: those that hold KV blocks, that lost theirs, that are
+new.
 
-It takes a place in the batch, a token of the step's budget, and KV blocks; nobody passes the next
-in the order."""
+It takes a place in the batch, a token of the step's budget, and KV blocks; no request passes the
+next in the order."""
 
 from typing import Any
 
@@ -48,7 +49,7 @@ _NONE = np.int64(0)
 
 @compiled()
 def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> None:
-    """Fill the batch: who holds blocks already, then who lost them, then who is new."""
+    """Fill the batch: requests that hold blocks, then preempted ones, then new ones."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
     pool = engines.pools[engines.pool_of[w]]
     if not defers:
@@ -251,7 +252,7 @@ def _compute(
 
 @compiled()
 def blocks_have_come(clock: Any, events: Any, engines: Engines, request: int) -> None:
-    """Let a request whose KV blocks have come from tiers begin, with who waited for them."""
+    """Let a request begin with its KV blocks from tiers, and requests that waited for them."""
     load, w = engines.kv.tiers.loads[request], engines.requests[request].worker
     if load.loading and load.until_s == clock[0].now:
         kv_loads.have_come(engines, w, side_of(engines, w), request)

@@ -1,8 +1,8 @@
 """The engine of a worker: vLLM's v1 scheduler (``vllm/v1/core/sched/scheduler.py``), compiled.
 
 At a step boundary the engine takes out what has ended, gives running sequences the KV blocks that
-their next tokens need, admits who waits, and so plans the next step: sequences that get their next
-token, and chunks of contexts that are still being computed.
+their next tokens need, admits waiting requests, and so plans the next step: sequences that get
+their next token, and chunks of contexts that are still being computed.
 
 - A request is admitted, first come or in a queue order, which may let the oldest go first when it
   has waited long enough, if there is a place in the batch, a token of the step's budget, and free
@@ -10,12 +10,12 @@ token, and chunks of contexts that are still being computed.
   request passes the next in the order.
 - Running sequences come first. When blocks lack, the one that joined last, or of the lowest
   priority, is preempted: it goes to the front of the queue, or by its priority, and recomputes its
-  context; nobody is admitted in that step.
+  context; no request is admitted in that step.
 - A context is computed in chunks, as the token budget allows. Its last token is decoded, in the
   step of its last chunk, except on a prefill worker, which hands the request over or ends it.
 - With a KV connector blocks are reserved before the transfer starts, and only those that are not
-  cached are fetched; requests whose KV cache has arrived come before others. Where blocks are
-  reserved early, a prompt goes to who computes it when it has them (SGLang).
+  cached are fetched; requests with an arrived KV cache come before others. Where blocks are
+  reserved early, a prompt goes to its prefill worker when it has them (SGLang).
 - With asynchronous scheduling the next step is scheduled when one starts: requests that come
   meanwhile join the one after, and completed sequences keep their places and blocks until it has
   been scheduled. Other engines are values of this one (`setup.engines`)."""
@@ -149,7 +149,7 @@ def _append_late(requests: Any, worker: Any) -> None:
 
 @compiled()
 def take(clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: int) -> None:
-    """Take a request: a new one, or one whose KV cache has arrived."""
+    """Take a request: a new one, or one with a KV cache that has arrived."""
     worker, requests = engines.workers[w], engines.requests
     if not requests[request].kv_here:
         worker.n_waiting += 1
@@ -303,7 +303,7 @@ def leave_stages(
 def end_prompt(
     clock: Any, engines: kv_manager.Engines, w: int, request: int, frees_late: bool
 ) -> None:
-    """Hand a request over whose prompt is computed, or end it."""
+    """Hand over a request with a computed prompt, or end it."""
     record = engines.requests[request]
     record.prefill_end_s = clock[0].now
     if engines.pools[engines.pool_of[w]].then >= 0:

@@ -1,4 +1,4 @@
-"""Who goes when running sequences lack KV blocks, and when who went comes back."""
+"""Which sequences are preempted when KV blocks run out, and when they return."""
 
 from typing import Any
 
@@ -346,7 +346,7 @@ def _comes_first(requests: Any, one: int, other: int) -> Any:
 
 @compiled()
 def comes_back_first(engines: Engines, w: int, lost: int, new: int) -> Any:
-    """Whether who was preempted comes before who is new: by key, or by when it was queued."""
+    """Whether a preempted request comes before a new one: by key, or by when it was queued."""
     requests, pool = engines.requests, engines.pools[engines.pool_of[w]]
     if pool.preempt_by_key:
         return _comes_first(requests, lost, new)

@@ -1,4 +1,4 @@
-"""The queue of those who wait for the first time: a pairing heap over the requests' records
+"""The queue of requests that wait for the first time: a pairing heap over the requests' records
 (Fredman, Sedgewick, Sleator and Tarjan, Algorithmica 1, 1986), by ``REQUEST.queue_key``, equal ones
 by ``REQUEST.ticket``, and a line in the order in which they came, for orders that age.
 
@@ -114,7 +114,7 @@ def waits_for_blocks(worker: Any) -> Any:
 
 @compiled()
 def give_back(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
-    """Give a request's KV blocks back, and let the engine look who can have them."""
+    """Give a request's KV blocks back, and wake the engine, which may admit others."""
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
     if engines.workers[w].next_start < np.inf:
         wake(clock, events, engines.workers, w)

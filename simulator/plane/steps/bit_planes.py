@@ -1,4 +1,4 @@
-"""Counting the bits of many rows at once: counters whose bits lie in planes, 64 in a word.
+"""Counting the bits of many rows at once: counters with their bits in planes, 64 in a word.
 
 Plane ``p`` holds the bits of weight ``2^p`` of all counters. Rows are added eight at a time through
 a tree of carry-save adders (Harley and Seal's population count), and counters summed up by
@@ -17,7 +17,8 @@ EIGHT = 8
 
 @compiled()
 def n_planes_for(rows: int) -> Any:
-    """Return how many planes count so many rows; `add_rows` writes the first three in any case."""
+    """Return how many planes count this number of rows; `add_rows` writes the first three in any
+    case."""
     n = np.int64(3)
     while 1 << n <= rows:
         n += 1

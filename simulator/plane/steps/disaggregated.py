@@ -1,4 +1,4 @@
-"""A step with attention and experts on GPUs of their own: attention-FFN disaggregation (AFD).
+"""A step with attention and experts on separate GPUs: attention-FFN disaggregation (AFD).
 
 The engines of a group have attention, dense layers, gates and shared experts; the routed experts
 lie on FFN GPUs. Ranks are the GPUs of both: the engines' are home to all tokens and hold no expert,

@@ -2,9 +2,9 @@
 
 The pool's executor, a compiled function of the world and of the first engine, counts the experts
 that tokens choose and returns when the step ends: `plain` (an engine by itself), `group_step`
-(engines that dispatch tokens to the experts of all), `disaggregated` (to experts on GPUs of their
-own, in micro-batches), `streamed` (layers come and go, or lie in stages). KV blocks, tokens,
-contexts and a record of ``STEP`` are here."""
+(engines that dispatch tokens to the experts of all), `disaggregated` (to experts on separate GPUs,
+in micro-batches), `streamed` (layers come and go, or lie in stages). KV blocks, tokens, contexts
+and a record of ``STEP`` are here."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Scratch(NamedTuple):
 def make_scratch(
     n_workers: int, most_seqs: int, most_decoded: int, n_layers: int, width: int
 ) -> Scratch:
-    """Return the memory of steps of engines that run and decode so many at most."""
+    """Return the memory of steps of engines that run and decode at most this number."""
     sizes: dict[str, int] = dict.fromkeys(Scratch._fields, n_workers)
     sizes |= {"rows": most_decoded, "cached": most_seqs, "new": most_seqs, "union": width}
     sizes |= {"activated": n_layers or 1, "later": 1}
@@ -353,7 +353,7 @@ def _last_steps(log: Any, n: int, w: int) -> tuple[Any, Any]:
 def move_end(
     clock: Any, engines: Engines, w: int, seconds: float, log: Any, gaps: Any
 ) -> None:  # fmt: skip
-    """Let the step in progress end later; infinitely: nobody gets its tokens. Notes when sequences
+    """Let the step in progress end later; infinitely: its tokens are lost. Notes when sequences
     of a cut step got their last token, and how many."""
     worker, sequences, now = engines.workers[w], engines.sequences[w], clock[0].now
     last, before = _last_steps(log, clock[0].n_steps, w)

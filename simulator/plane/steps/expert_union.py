@@ -39,7 +39,7 @@ def make_prompt_rows(
     prefix_trace_request: Int32s,
     prefix_block_tokens: int,
 ) -> PromptRows:
-    """Return prompts of which nobody has asked for unions yet; arguments as of `PromptRows`."""
+    """Return prompts without computed unions; arguments as of `PromptRows`."""
     blocks = -(-length.astype(np.int64) // _BLOCK)
     return PromptRows(
         bits, first_row, length, prefix_indptr, prefix_trace_request, prefix_block_tokens,
@@ -49,7 +49,7 @@ def make_prompt_rows(
 
 
 def no_prompts() -> PromptRows:
-    """Return the rows where nobody knows them."""
+    """Return the rows where none are known."""
     bits = np.zeros((1, 1), np.uint64)
     bits.flags.writeable = False
     none = np.zeros(1, np.int64)

@@ -65,7 +65,7 @@ class GroupCost(NamedTuple):
 
 
 def no_group() -> GroupCost:
-    """Return what stands for the cost of a pool whose engines share nothing."""
+    """Return what stands for the cost of a pool of engines that share nothing."""
     rows, table = np.arange(2.0), np.zeros((2, 2))
     knots = np.arange(2.0), np.zeros(2)
     free = AllToAllCost(0.0, 0.0, *knots * 4)
@@ -176,7 +176,7 @@ def make_group_scratch(
     n_layers: int, width: int, ranks: int, n_experts: int, instances: int, nodes: int = 1,
     workers: int = 1,
 ) -> GroupScratch:  # fmt: skip
-    """Return working memory for groups of so many ranks on so many nodes."""
+    """Return working memory for groups of ``ranks`` ranks on ``nodes`` nodes."""
 
     def words(*shape: int) -> NDArray[np.uint64]:
         return np.zeros((*shape, width), np.uint64)
@@ -247,7 +247,7 @@ class MicroBatches(NamedTuple):
 
 
 def make_micro_batches(n_workers: int, places: int, most: int, layers: int) -> MicroBatches:
-    """Return room for up to ``most`` micro-batches of engines of so many places."""
+    """Return room for up to ``most`` micro-batches of engines of ``places`` places."""
     return MicroBatches(
         np.zeros(n_workers, WORKER), np.zeros((n_workers, places), SEQUENCE),
         np.zeros((4, most, layers)), np.zeros(4), np.zeros(most),

@@ -1,6 +1,6 @@
 """A step of engines that share experts: data-parallel attention, experts on the GPUs of all.
 
-The engines of a group have queues, KV caches and batches of their own. In every layer the tokens of
+The engines of a group have separate queues, KV caches and batches. In every layer the tokens of
 all are dispatched to the ranks that hold their experts, and combined back, so a step takes::
 
     host + dense, attention, lm_head of the slowest engine
@@ -184,7 +184,7 @@ class SharedLayers(NamedTuple):
 def shared_layers(
     group: GroupCost, work: GroupScratch, ranks: int, computes: bool, first: int, end: int
 ) -> Any:
-    """Return what the MoE layers ``first .. end - 1`` take whose tokens have been counted;
+    """Return what the MoE layers ``first .. end - 1`` take, after their tokens were counted;
     ``computes``: with prompts. In chunks ranks exchange as many as the engine with most tokens
     has."""
     moe = dispatched = combined = 0.0
@@ -318,7 +318,7 @@ def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
 
 @njit(_nrt=False)
 def price_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
-    """Return what the MoE layers of a step take, `SharedLayers`, whose work is in ``work``."""
+    """Return what the MoE layers of a step take, as `SharedLayers`; their work is in ``work``."""
     return shared_layers(group, work, ranks, computes, 0, work.pairs.shape[1])
 
 

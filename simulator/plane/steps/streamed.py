@@ -1,4 +1,4 @@
-"""Steps of prefill workers whose layers are not all on their GPU: streamed weights, stages.
+"""Steps of prefill workers without all layers on their GPU: streamed weights, stages.
 
 **Streamed** (MoE-Prefill's AsyncEP): a GPU computes its own prompts with all experts, and gathers
 those of the next layer from other GPUs, or the host, while a layer computes
@@ -43,7 +43,7 @@ class PromptLayers(NamedTuple):
 
 
 def no_prompt_layers() -> PromptLayers:
-    """Return what stands for prefill workers whose layers are all on their GPU."""
+    """Return what stands for prefill workers with all layers on their GPU."""
     one, two = np.zeros(0), np.zeros((0, 0))
     return PromptLayers(
         Stream(0.0, 0.0, 0.0, True), 0.0, two, two, one, one, one, 0.0, 0.0,

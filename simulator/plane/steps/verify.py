@@ -2,7 +2,7 @@
 
 A decoding sequence computes its sampled token and ``k`` drafts in one step, and gets one token more
 than were accepted. Rows are those of its next ``k + 1`` recorded tokens: a rejected draft takes
-that of its place, whose overlap is that of a wrong token (docs/speculative.md); drafts of a tree
+that of its place, with the overlap of a wrong token (docs/speculative.md); drafts of a tree
 beyond its depth take another."""
 
 from typing import Any, NamedTuple
@@ -118,8 +118,8 @@ def draft_s(
 ) -> Any:  # fmt: skip
     """Return what drafting takes behind a step, s.
 
-    ``sequences`` ... ``uniform``: of the step (`step_cost.step_parts`); ``scratch``: whose last
-    layer's experts count as those of the first pass, and of all of a tree; ``later``: of the
+    ``sequences`` ... ``uniform``: of the step (`step_cost.step_parts`); ``scratch``: the experts of
+    its last layer count as those of the first pass, and of all of a tree; ``later``: of the
     others."""
     k = drafts.k_of[sequences]
     if drafts.lookup_s >= 0.0:

@@ -15,7 +15,8 @@ _ALLOWED = "exact, or approx with ttl=SECONDS, tokens=N of a worker, routers=N: 
 
 
 class KVSignal(NamedTuple):
-    """Whether routers hear of blocks (exact), or go by what they have sent; the latter's limits."""
+    """Whether routers receive block events (exact), or go by what they have sent; the latter's
+    limits."""
 
     approximate: bool = False
     ttl: float = 120.0  #: s after which a router forgets what it sent (Dynamo's approximate mode)

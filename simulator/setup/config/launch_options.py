@@ -87,8 +87,8 @@ def positive(engine: str, name: str, value: Any) -> tuple[str, Any]:
 
 
 def has_no_effect(engine: str, name: str, value: Any) -> bool:
-    """Whether an option has no effect on the answer. Raises InputError for one whose mechanism is
-    not simulated, unless it is turned off."""
+    """Whether an option has no effect on the answer. Raises InputError for one with a mechanism
+    that is not simulated, unless it is turned off."""
     name, _, inner = name.partition(".") if name.startswith("hf_overrides.") else (name, "", "")
     if _REFUSED.get(name) is _MODEL and _of_positions(inner or value):
         return False

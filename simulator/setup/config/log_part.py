@@ -39,7 +39,7 @@ def check_window(asked: WorkloadConfig) -> None:
 
 
 def log_of(asked: WorkloadConfig, output_len: int | Literal["recorded"]) -> RequestLog | None:
-    """Return the log whose arrivals a run replays as they come; None where it replays none."""
+    """Return the log that a run replays with its arrivals; None where it replays none."""
     if not asked.replays_log or asked.length_shape is not None:
         return None
     log = named_log(asked.workload, asked.columns, asked.sessions_file, output_len, asked.time_unit)

@@ -14,7 +14,7 @@ _FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact"
 
 
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a record whose paths in ``config`` lead from ``folder``, as ``./`` or ``../``."""
+    """Return a record with paths in ``config`` from ``folder``, as ``./`` or ``../``."""
 
     def from_folder(field: str, text: str) -> str:
         if not _is_path(field, text):

@@ -259,7 +259,7 @@ class WorkerPool(Pool):
 
     @property
     def role(self) -> Role:
-        """Whose settings of a run it has where it has none of its own."""
+        """The role that gives the settings that it does not override."""
         return "decode" if self.decodes else "prefill"
 
 

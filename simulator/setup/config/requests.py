@@ -162,7 +162,7 @@ class WorkloadConfig(Fields):
 
     @property
     def measures_whole_log(self) -> bool:
-        """Whether all requests of a log are measured, but for a warm-up that is asked for."""
+        """Whether all requests of a log are measured, except a requested warm-up."""
         asked = self.num_requests is None and self.duration is None
         return self.replays_log and asked and not self.chooses_part
 

@@ -59,11 +59,27 @@ __all__ = [
 
 
 class RunConfig(Fields):
-    """One run of the simulator, composed of groups. Durations are seconds of simulated time unless
-    named otherwise.
+    """The configuration of a run: thirteen groups of fields that hold all that a run reads.
 
-    Users name a field without its group, ``tau`` or ``max_num_seqs``, or within it,
-    ``engine={"block_size": 32}``: fields are sorted into groups here, and written without them."""
+    A field is given by its name, ``max_num_seqs=64``, or within its group,
+    ``engine={"block_size": 32}``; it is read as ``config.engine.block_size``, and written without
+    its group. Durations are in seconds of simulated time unless the name has another unit. An
+    instance does not change; `replace` returns a changed copy.
+
+    Args:
+        fields: values by name; ``eldr-sim options`` lists every field with unit, default and
+            allowed values.
+
+    Raises:
+        InputError: a field does not exist, has an invalid value or contradicts another
+            (`make_config`; pydantic's ValidationError wraps it where the class is called).
+
+    Examples
+    --------
+    >>> config = RunConfig(topology="8P16D", policy="eldr", request_rate=80)
+    >>> config.n_gpus, config.engine.block_size
+    (24, 16)
+    """
 
     policies: PolicyConfig
     requests: WorkloadConfig
@@ -116,14 +132,29 @@ class RunConfig(Fields):
         return {name: value for group in groups(self).values() for name, value in group.items()}
 
     def value(self, name: str) -> Any:
-        """Return the value of a field by its name alone."""
+        """Return the value of a field.
+
+        Args:
+            name: of the field, without its group, such as ``block_size``.
+
+        Returns:
+            The value, in the unit of the field.
+        """
         return getattr(getattr(self, GROUP_OF[name]), name)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a configuration with other fields; raises InputError as `make_config` does.
+        """Return a copy with changed fields.
 
-        A mapping changes fields of a pool, service level or policy: ``replace(decode={"gpu":
-        "H200"}, policy={"tau": 0.2})``."""
+        Args:
+            changes: values by field; a mapping changes fields of a pool, service level or policy:
+                ``replace(decode={"gpu": "H200"}, policy={"tau": 0.2})``.
+
+        Returns:
+            The new, validated configuration.
+
+        Raises:
+            InputError: a field does not exist or is not valid.
+        """
         values = self.explicit_fields("python")
         for name, value in flat(changes).items():
             if isinstance(value, BaseModel):
@@ -136,8 +167,16 @@ class RunConfig(Fields):
         return cast("Self", make_config(values))
 
     def explicit_fields(self, mode: Literal["json", "python"]) -> dict[str, Any]:
-        """Return the fields, but for those that the engine has by default, so that another engine,
-        GPU or width has its own. ``mode``: as of ``model_dump``."""
+        """Return the fields without the engine's defaults.
+
+        Built from these, a configuration of another engine, GPU or width takes that one's defaults.
+
+        Args:
+            mode: ``python`` for Python's values, ``json`` for what JSON holds.
+
+        Returns:
+            Values by field, without groups.
+        """
         from eldr_sim.simulator.setup.config.engine_rules import (
             default_fields,  # NumPy: --help does without
         )
@@ -150,12 +189,24 @@ class RunConfig(Fields):
         return values
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy; ``update`` is validated, which pydantic's own method does not do."""
+        """Return a copy, with validated changes (pydantic's method does not validate).
+
+        Args:
+            update: changed values by field.
+            deep: ignored; a configuration does not change.
+
+        Returns:
+            The new configuration.
+
+        Raises:
+            InputError: a field does not exist or is not valid.
+        """
         return self.replace(**(update or {}))
 
     @property
     def effective_output_len(self) -> int | Literal["recorded"]:
-        """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
+        """The output length of every request, tokens: 1 in clusters without decode workers,
+        ``recorded`` where each request has the length of its log or trace."""
         if not self.cluster.generates:
             return 1
         if self.requests.output_len is not None:
@@ -166,7 +217,7 @@ class RunConfig(Fields):
 
     @property
     def n_gpus(self) -> int:
-        """GPUs of all workers."""
+        """The number of GPUs of all workers."""
         return gpus_of(self.pools)
 
     @cached_property
@@ -186,7 +237,15 @@ class RunConfig(Fields):
         )
 
     def pool(self, role: str, named: WorkerPool | None = None) -> WorkerPool:
-        """Return what holds for the workers of ``prefill`` or ``decode``, or of a named pool."""
+        """Return the settings of a pool's workers.
+
+        Args:
+            role: ``prefill`` or ``decode``.
+            named: a pool of the topology, with fields that override those of its role.
+
+        Returns:
+            Every setting of a worker: of the pool, else of the role, else of the run.
+        """
         own: dict[str, Any] = getattr(self.cluster, role).model_dump(exclude_none=True)
         if named is not None:
             own |= named.model_dump(exclude_none=True)
@@ -202,7 +261,8 @@ class RunConfig(Fields):
 
     @property
     def price_per_hour(self) -> float | None:
-        """Price of the whole cluster for an hour; None unless every pool has a price."""
+        """The price of the cluster per hour, in the unit of ``price``; None unless every pool has
+        one."""
         return price_of(self.pools)
 
 

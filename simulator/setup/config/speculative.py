@@ -53,8 +53,8 @@ class SpeculativeConfig(BaseModel):
     eagle_topk: int = Field(default=1, ge=1, le=32)
     """Branches of a tree of drafts."""
     rejected_experts: Literal["next", "place", "request", "none"] = "next"
-    """Whose recorded experts a rejected draft takes: those of the token at its place (``next``), of
-    another place of its request, of any request, or of the token before the drafts. The further
+    """The recorded experts that a rejected draft takes: those of the token at its place (``next``),
+    of another place of its request, of any request, or of the token before the drafts. The further
     branches of a tree take those of other places."""
     verify_attention: Literal["batch", "rows"] | None = None
     """Whether attention of a verify step reads the context once for all tokens of a sequence

@@ -14,7 +14,7 @@ _ALLOWED = "seconds, or NAME[:PART=SECONDS,...] of {names}; parts are {parts} an
 
 
 class Measured(NamedTuple):
-    """Somebody's start-up: its parts, and whose it is."""
+    """A measured start-up: its parts, and its source."""
 
     parts: Mapping[str, float]
     source: str

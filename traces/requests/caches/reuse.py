@@ -57,7 +57,7 @@ def blocks_of(requests: Requests) -> tuple[Array, ...]:
 def reuse_of(requests: Requests, granule: int = 1, served: Bools | None = None) -> Reuse:
     """Return what requests, in their order, find of those before them. ``granule``: tokens of an
     engine's KV block: found are whole ones, never a prompt's last token; ``served``: bool
-    ``[requests]``: who takes part."""
+    ``[requests]``: which take part."""
     served = np.ones(len(requests), bool) if served is None else served
     size, n = requests.prefix_block_tokens, len(requests)
     read = blocks_of(requests)

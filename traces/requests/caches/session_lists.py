@@ -4,7 +4,7 @@ Facts of vllm-project/vllm#50422 (``v1/kv_offload/cpu/policies/sae.py``, 2026). 
 together make a session, with which a request that finds some and stores more goes on. The session
 of the lowest score ``last use + 1500 uses + 30000 / (1 + depth / 8)`` loses its last block first.
 Time counts requests, ``depth`` the blocks before the session's first one. A block's ghost says how
-often it was asked for: 1 each time, 12 where it is found, by its place in the prompt. A new session
+often it was requested: 1 each time, 12 where it is found, by its place in the prompt. A new session
 begins with the twelfth of its blocks' ghosts as uses; where something has to go for it, it is
 stored only if its score without uses is not below all others'. Uses and ghosts fade by a tenth
 every 500 requests. A cache remembers ghosts of as many blocks as it has room for; vLLM's all."""
@@ -107,7 +107,7 @@ def ask(lists: Any, cache: int, block: int, place: int, found: bool) -> None:
 
 @njit(inlined=True, _nrt=False)
 def has_asked(lists: Any, cache: int, n_blocks: int) -> None:
-    """Let uses and ghosts fade, of the first ``n_blocks`` blocks, every so many requests."""
+    """Let uses and ghosts fade, of the first ``n_blocks`` blocks, every `_FADES` requests."""
     own = lists.caches[cache]
     if own.now % _FADES == 0:
         for slot in range(_SESSIONS, own.made):

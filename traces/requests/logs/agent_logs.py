@@ -2,10 +2,11 @@
 
 A JSON object a session: ``requests`` in order, with ``t`` (s since the session's begin), ``in`` and
 ``out`` (tokens), ``hash_ids`` of blocks of ``block_size`` tokens, and optionally ``api_time`` (s
-that it took) and ``think_time`` (s before it). An entry of ``type`` ``subagent`` has ``requests``
-of its own, from the session's begin or from its own: these go on with the turn before it, one after
-the other, and the next turn waits for the last. Hash ids are a session's unless ``hash_id_scope``
-says otherwise (docs.nvidia.com/aiperf, Replaying Agentic Coding Sessions with Weka Traces)."""
+that it took) and ``think_time`` (s before it). An entry of ``type`` ``subagent`` has nested
+``requests``, from the session's begin or from its own: these go on with the turn before it, one
+after the other, and the next turn waits for the last. Hash ids are a session's unless
+``hash_id_scope`` says otherwise (docs.nvidia.com/aiperf, Replaying Agentic Coding Sessions with
+Weka Traces)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count

@@ -77,7 +77,7 @@ def stated_load(file: Path, record: Mapping[str, Any]) -> StatedLoad:
 
 
 def drawn_times_ns(n: int, rate: float, burstiness: float) -> Ints:
-    """Return ``n`` arrival times with gamma-distributed gaps, whose mean rate is as said."""
+    """Return ``n`` arrival times with gamma-distributed gaps and this mean rate."""
     gaps = stream(0, "arrivals of a file").gamma(burstiness, 1.0 / (rate * burstiness), n)
     when = np.cumsum(gaps)
     if when[-1] > 0:

@@ -8,7 +8,7 @@ UTF-8 stand for a token.
 
 Frontier's CSV: turns of a session in rows, ``session_start_at`` (s) of the first one, then
 ``think_time`` (s) from the end of the turn before. LLMServingSim's agentic JSON lines:
-``arrival_time_ns`` of a session, whose ``sub_requests`` come one after the other,
+``arrival_time_ns`` of a session; its ``sub_requests`` come one after the other,
 ``tool_duration_ns`` after the end of the one before."""
 
 from collections.abc import Iterable, Iterator, Mapping

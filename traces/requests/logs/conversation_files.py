@@ -1,6 +1,6 @@
 """Conversations as vLLM's multi-turn benchmark generates them (``generate_multi_turn.json``).
 
-A JSON object whose ``filetype`` is ``generate_conversations``: ``num_conversations``;
+A JSON object with a ``filetype`` of ``generate_conversations``: ``num_conversations``;
 ``prompt_input`` with ``num_turns`` (two a request), ``num_tokens`` (of a user's turn),
 ``prefix_num_tokens`` (more in a conversation's first) and, if any, ``common_prefix_num_tokens``
 (before those, of all); ``prompt_output`` with ``num_tokens``. Distributions are ``constant``

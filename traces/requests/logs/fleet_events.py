@@ -61,8 +61,8 @@ def read_fleet_events(path: str | Path, start_up_s: float = 0.0) -> FleetEvents:
 
     Args:
         path: A CSV with a time, a worker and an event in each row; a list of Kubernetes' events in
-            JSON; or the answer of Prometheus' ``query_range``, a series for each worker whose value
-            is 0 where the worker is not ready (``up``, ``kube_pod_status_ready``).
+            JSON; or the answer of Prometheus' ``query_range``, a series for each worker with value
+            0 where the worker is not ready (``up``, ``kube_pod_status_ready``).
         start_up_s: Seconds from a container's start, or the moment of a restart, until the worker
             serves; not added where the file says when a worker is ready.
 

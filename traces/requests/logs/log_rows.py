@@ -76,7 +76,7 @@ def read_sessions(path: Path, log: Path, n: int, *, in_order: bool, dropped: boo
     """Read the sessions of a log from a CSV with ``request``, ``parent`` and ``gap_s``: line
     numbers of the log from 0 (-1: begins a session), and seconds between their arrivals.
 
-    ``n``: requests of the log, whose lines are ``in_order`` of arrival or not, some ``dropped`` or
+    ``n``: requests of the log; its lines are ``in_order`` of arrival or not, some ``dropped`` or
     none. Raises InputError."""
     field = "sessions_file"
     if not in_order:

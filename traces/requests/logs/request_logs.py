@@ -1,6 +1,6 @@
 """Request logs in the formats that serving traces are published in (docs/formats.md).
 
-Tables, whose columns a format (`formats`) or ``--columns`` names, are read by `table_files`;
+Tables with columns that a format (`formats`) or ``--columns`` names, are read by `table_files`;
 `agent_logs`, `chat_files`, `conversation_files`, `multi_turn_files` and `benchmark_logs` read what
 is no table. What a file holds and what was left out is its `LogHeader`. What is no log of requests
 is refused in a sentence that says what it is, what is unknown with the columns that it may have."""
@@ -140,7 +140,7 @@ def read_request_log(
     """Read a request log in the format that its beginning shows, or by ``columns``.
 
     ``output_len``: tokens of answers that a file leaves open; ``time_unit``: ``s``, ``ms``, ``us``
-    or ``ns``, where a file's times are numbers whose unit it does not say. Raises InputError."""
+    or ``ns``, where a file's times are numbers without a stated unit. Raises InputError."""
     file = Path(path)
     asked = _Asked(columns, output_len, time_unit)
     try:

@@ -245,7 +245,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def tokens_of(text: str) -> int:
-    """Return the tokens of a text, as far as its bytes tell them."""
+    """Return the tokens of a text, estimated from its bytes."""
     return -(-len(text.encode()) // TOKEN_BYTES)
 
 

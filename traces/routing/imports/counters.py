@@ -2,8 +2,8 @@
 
 Read are the files that SGLang's expert distribution recorder dumps (``logical_count`` of a ``.pt``
 file or of JSON), Prometheus counters with labels for the layer and the expert or rank (scrapes in
-text, or the JSON of ``query_range``), SGLang's histogram ``eplb_gpu_physical_count``, whose buckets
-are ranks, CSV files, and the lines on balancedness in the logs of vLLM's EPLB and of SGLang."""
+text, or the JSON of ``query_range``), SGLang's histogram ``eplb_gpu_physical_count`` with ranks as
+buckets, CSV files, and the lines on balancedness in the logs of vLLM's EPLB and of SGLang."""
 
 import csv
 import re

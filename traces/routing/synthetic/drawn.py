@@ -66,7 +66,7 @@ def drawn_trace(
     model: str, shape: Shape, domains: tuple[tuple[str, float], ...], *, band: Band = "middle"
 ) -> RoutingTrace:
     """Draw the routing of a model, or open what was drawn before on this machine; its calibration
-    split apart, when it is asked for. ``domains``: with weights (`wanted_domains`); ``band``: see
+    split apart, on request. ``domains``: with weights (`wanted_domains`); ``band``: see
     `presets`."""
     split = partial(_split, model, shape, domains, band=band)
     return replace(split("serving"), calibration_apart=partial(split, "calibration"))

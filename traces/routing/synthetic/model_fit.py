@@ -6,7 +6,7 @@ topics and lengths), count both alike, correct every parameter by its own statis
 ``kinds`` by the share of a kind's tokens that chose an expert; ``topics`` by that of each part of a
 request, as far as it lasts (`_Between`); ``phase`` by that of prompts and of generated tokens;
 ``reuse`` by the share of a token's experts that the token before chose; ``drift_sd`` by how that
-falls from 2 to 16 tokens apart, and from 16 to 64. What a request adds of its own comes last, by
+falls from 2 to 16 tokens apart, and from 16 to 64. What a single request adds comes last, by
 the share of the variance beyond 16 components."""
 
 import math
@@ -100,7 +100,7 @@ class _Real:
 
     @property
     def long(self) -> Ints:
-        """Requests of whose parts something is known; all where those are too few."""
+        """Requests with parts long enough to be counted; all where those are too few."""
         length = self.prompt_len + self.output_len
         found = np.flatnonzero(length >= LONG)
         return found if len(found) >= 8 else np.arange(len(length))
@@ -341,7 +341,7 @@ class _Between:
     def corrected(self, lasting: Floats, drawn: _Statistics, step: float) -> Floats:
         """Correct the factors by the variances of a twin.
 
-        In short requests both parts drift alike, in directions of their own: what twins vary
+        In short requests both parts drift alike, in separate directions: what twins vary
         beyond the real directions is taken from those, so that all in all they vary as much."""
         have = _variances(drawn.pairs, self.directions)
         want = self.variance.copy()

@@ -98,7 +98,8 @@ def scaled(
     topics: float = 1.0,
     reuse: float = 1.0,
 ) -> RoutingModel:
-    """Return a model whose choices differ more or less; the factors are those of `Parameters`."""
+    """Return a model with choices that differ more or less; the factors are those of
+    `Parameters`."""
     if popularity == kinds == topics == reuse == 1.0:
         return model
     usual = np.log(_first_chance(model))

@@ -1,8 +1,8 @@
 """Sampler of the experts of requests from a `RoutingModel`.
 
-Every request draws from a stream of its own, so the first requests of a trace are the same
+Every request draws from a separate stream, so the first requests of a trace are the same
 however many follow, and requests are drawn in threads beside each other. The kernel adds and
-multiplies only, in an order of its own, with an exponential and a generator of its own: the same
+multiplies only, in a fixed order, with its own exponential and generator: the same
 bytes on any machine."""
 
 import math

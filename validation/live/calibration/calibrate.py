@@ -1,10 +1,10 @@
 """Calibration of a live engine: latency tables from its own steps, and delays outside them.
 
 The loads (:func:`calibration_bursts`) are others than the runs to predict: bursts of equal requests
-whose routing is forced through counts of distinct experts, prompts of many lengths, batches at
-several contexts, single requests for the delays; in rounds that each cover all sizes, so that the
-machine's speed meets all alike. A table entry is the median over steps with equal columns, at the
-reference speed of the engine's probe (:class:`~.engine_calibration.Drift`)."""
+with routing forced through counts of distinct experts, prompts of many lengths, batches at several
+contexts, single requests for the delays; in rounds that each cover all sizes, so that the machine's
+speed meets all alike. A table entry is the median over steps with equal columns, at the reference
+speed of the engine's probe (:class:`~.engine_calibration.Drift`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Loads for a live engine: arrivals, lengths, prompts; and a random model whose text has domains.
+"""Loads for a live engine: arrivals, lengths, prompts; and a random model with domains in its text.
 
 Each domain of the model has a slice of the vocabulary: its tokens' embeddings and rows of
 ``lm_head`` share a direction, so a prompt of one domain continues in it, and the random gates

@@ -4,8 +4,8 @@ vLLM loads it in each of its processes through the entry-point group ``vllm.gene
 Without the variable `register` returns at once and imports nothing.
 ``validation/live/README.md`` describes the two files that it writes.
 
-Steps with a request whose name begins with ``forced-`` are for calibration: their routing is
-replaced by random choices from a set of experts, whose size cycles through :data:`FORCED_LEVELS`
+Steps with a request named ``forced-...`` are for calibration: their routing is
+replaced by random choices from a set of experts; its size cycles through :data:`FORCED_LEVELS`
 counts from top-k to all, one per step; ``forced-level3-`` keeps the count of level 3.
 
 On a CPU it also works around disturbances in vLLM 0.32: the NIXL connector pins the compute threads

@@ -1,7 +1,7 @@
 """Two engines behind the router: live, and simulated.
 
 The router goes by what the engines say of their KV caches; or a quarter of a steady load in, the
-first engine is killed and started again, or stands still for a while. The simulation is told when
+first engine is killed and started again, or stands still for a while. The simulation receives when
 that was, when the router knew, and when it knew that the engine was back. Which requests are lost,
 which are sent again, how long the others wait and when the load is served as before is for the
 simulation to say."""
