@@ -1,6 +1,7 @@
 """Where the command ``eldr-sim`` starts: Ctrl-C while it is imported is one line, too."""
 
 import gc
+import os
 import sys
 import threading
 
@@ -13,6 +14,8 @@ _working: threading.Timer | None = None
 def main() -> None:
     """Import the command line and run it; a terminal shows a message after a second."""
     global _working
+    # Matrices are small: more threads only wait for each other, for minutes on a busy machine.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(200_000)  # cycles are few; to look for them was a tenth of a short run
     if sys.stderr is not None and sys.stderr.isatty():
         _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])

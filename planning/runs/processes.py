@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from eldr_sim.phases import HARMLESS
@@ -133,19 +134,35 @@ def _spawned(jobs: int) -> tuple[Any, Callable[[bool], None]]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back while processes start, which inherit that: each would print a traceback.
+    """Hold Ctrl-C and SIGTERM back while processes start. Python drops what a handler raises in the
+    hooks of a fork, and a new process inherits that Ctrl-C is blocked: it would print a traceback.
     Python warns of a fork beside threads; `can_fork` knows them."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handlers: dict[int, Any] = {}
+    held: list[tuple[int, FrameType | None]] = []
+    if threading.current_thread() is threading.main_thread():
+        handlers = {
+            number: handler
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if callable(handler := signal.getsignal(number))
+        }
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        for number in handlers:
+            signal.signal(number, lambda *received: held.append(received))
+        resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process .* is multi-threaded")
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in held:
+        handlers[number](number, frame)
 
 
 def _end_with(parent: int) -> None:

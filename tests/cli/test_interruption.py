@@ -49,6 +49,8 @@ COMMANDS = {
     "--out out",
 }
 
+#: Those that run on several processes, besides `sweep` and `published`.
+SEVERAL = ("compare", "what-if", "plan", "study")
 _QUICK = ("plan", "published", "freeze", "sweep")
 
 
@@ -135,6 +137,66 @@ def test_a_real_sigterm_after_the_first_row(place):
     assert process.returncode == 143
     assert rows
     assert said.splitlines()[-1].startswith(f"Terminated: out keeps {rows} ended prediction")
+
+
+#: A command whose processes are started, and that receives SIGTERM in the hooks of the first fork,
+#: or from a process that then computes for a minute.
+SIGNALLED = """
+import os, signal, sys, time
+from eldr_sim.cli.main import main
+from eldr_sim.planning.runs import runner
+
+parent, asked = os.getpid(), []
+
+def once():
+    asked.append(os.getpid() == parent and not asked and os.kill(parent, signal.SIGTERM))
+
+def work(*_):
+    os.kill(parent, signal.SIGTERM)
+    time.sleep(60)
+
+runner._Pace.is_long = lambda *_: True
+if sys.argv.pop(1) == "forking":
+    os.register_at_fork(after_in_parent=once)
+else:
+    runner.run_point = work
+main()
+"""
+
+
+def alive(session):
+    """Processes of a session that have not ended."""
+    stats = {p.name: (p / "stat") for p in Path("/proc").iterdir() if p.name.isdigit()}
+    found = []
+    for pid, path in stats.items():
+        try:
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        found += [pid] if its_session == str(session) and state != "Z" else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
+@pytest.mark.parametrize("moment", ["forking", "running"])
+@pytest.mark.parametrize(
+    "command", ["sweep", *(pytest.param(name, marks=pytest.mark.slow) for name in SEVERAL)]
+)
+def test_sigterm_ends_all_processes_of_a_command(place, run_cli, command, moment):
+    words = shlex.split(COMMANDS[command].replace("--jobs 1", "--jobs 2"))
+    if "FOLDER" in words:
+        assert run_cli(*shlex.split(COMMANDS["run"]), "--out", "FOLDER")[0] == 0
+    process = subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, moment, *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 143, said
+        assert alive(process.pid) == []
+    finally:
+        for pid in alive(process.pid):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["terminated", "disk full"])
