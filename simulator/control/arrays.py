@@ -245,7 +245,8 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
             pools["drafts"][number] = speculation.k
             pools["lookahead"][number] = pools["placeholders"][number] = speculation.lookahead
             if pool.engine.engine == "vllm":
-                pools["placeholders"][number] = speculation.placeholders
+                pads = pool.engine.rules.pads_drafts
+                pools["placeholders"][number] = speculation.placeholders if pads else 0
             n_bytes += speculation.draft.kv_bytes_per_token
             n_tensors += speculation.draft.n_kv_tensors
         pools["kv_bytes_per_token"][number] = n_bytes * pool.kv_weight

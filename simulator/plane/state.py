@@ -186,6 +186,7 @@ POOL = np.dtype(
         ("fewest_first", np.bool_),
         ("token_with_kv", np.bool_),
         ("drops_block", np.bool_),
+        ("cuts_alone", np.bool_),
         ("rides_on", np.bool_),
         ("frees_late", np.bool_),
         ("forgets_outputs", np.bool_),

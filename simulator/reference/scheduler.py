@@ -38,7 +38,7 @@ class Scheduler:
             self.lookahead = speculation.lookahead
         #: Placeholder drafts that vLLM pads new sequences with, see `padding`.
         self.placeholders = 0
-        if speculation is not None and worker.pool.decodes:
+        if speculation is not None and worker.pool.decodes and self.rules.pads_drafts:
             self.placeholders = speculation.placeholders
         hands_over = any(pool.then >= 0 for pool in self.spec.pools)
         heads = speculation is not None and speculation.has_head
@@ -410,7 +410,8 @@ class Scheduler:
         (``long_prefill_token_threshold``)."""
         others = len(self.requests) + len(self.leaving) + self.n_gone
         others -= sum(not request.kv_here for request in self.late)
-        return self.threshold if self.threshold and others > 1 else math.inf
+        cuts = self.threshold and (others > 1 or self.rules.cuts_alone)
+        return self.threshold if cuts else math.inf
 
     def fill(self) -> None:
         """Fill the token budget with contexts to compute, the one begun first (chunked prefill)."""

@@ -186,3 +186,12 @@ def test_overlap_is_read_from_launch_lines(engine, line):
     plain = fields(engine=engine, model="Qwen3-30B-A3B", **cluster)
     group = spec_of(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
     assert (group.split_decode, group.split_prompts) == (0, 0)
+
+
+def test_a_run_takes_the_scheduler_rules_of_its_version():
+    for version, cuts, pads in (("0.24", True, False), ("0.25", True, True), ("0.31", False, True)):
+        config = make_config(
+            {"topology": "1C", "model": "Llama-3.1-8B", "engine": f"vllm=={version}"}
+        )
+        rules = spec_of(config, config.pools[0], load_model("Llama-3.1-8B")).rules
+        assert (rules.cuts_alone, rules.pads_drafts) == (cuts, pads)

@@ -3,6 +3,8 @@
 `vllm_scheduler.py` runs the scheduler and KV manager of vLLM 0.32 on a virtual clock. What it did
 with 50 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
 (docs/capture.md, "vLLM on a CPU"), lets it do these again, and ``VLLM_LOADS`` more (2,000).
+``vllm_steps_old.json`` holds loads of older versions with rules that have changed since;
+``VLLM_PYTHONS`` (``0.30=PYTHON 0.24=PYTHON``) has these, and compares any other version.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import pytest
 
 from eldr_sim.kernel_profiles.acceptance import Acceptance
 from eldr_sim.kernel_profiles.steps.drafts import Draft
+from eldr_sim.simulator.setup.config.engine_rules import rules_of
+from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
@@ -79,6 +83,14 @@ KNOWN_TO_DIFFER = {
     "long_prefill_token_threshold, speculative decoding, asynchronous",
 }
 _N_RECORDED = 50
+#: Features with rules that a version does not share with the newest: of 0.30 the threshold, which
+#: also cut the prompt of a lone request, of 0.24 placeholder drafts as well, which it did not have.
+OLD = {
+    "0.30": [name for name in FEATURES if "threshold" in name],
+    "0.24": [
+        name for name, about in FEATURES.items() if about.get("drafts") and about.get("shared")
+    ],
+}
 
 
 def case(feature, seed):
@@ -137,7 +149,7 @@ def with_tokens(given):
 def ours(make_cluster, make_workload):
     """Serve a case; returns the record."""
 
-    def run(given):
+    def run(given, version=None):
         settings, requests = given["settings"], given["requests"]
         seats, size, drafts = settings["seats"], settings["block_size"], settings.get("drafts", 0)
         tokens = max(400, settings["budget"])
@@ -148,6 +160,7 @@ def ours(make_cluster, make_workload):
             "step_time": SimpleNamespace(cost=cost, n_moe_layers=2, n_experts=70),
             "max_num_seqs": seats, "max_num_batched_tokens": settings["budget"],
             "n_blocks": settings["blocks"],
+            "rules": rules_of("vllm", SchedulerConfig(), settings["budget"], 1, version),
         }  # fmt: skip
         if drafts:
             config = SpeculativeConfig(method="mtp", num_speculative_tokens=drafts)
@@ -262,6 +275,65 @@ def test_the_recorded_loads_hold_what_may_differ(recorded):
         preempted[feature] += sum(each["requests"]["preemptions"])
     assert all(hits[name] > 0 for name, about in FEATURES.items() if about.get("shared"))
     assert all(preempted[name] > 0 for name, about in FEATURES.items() if about.get("tight"))
+
+
+def old_loads(version):
+    """Return three loads of each feature that has another rule in a version."""
+    return [(feature, 100 + i) for feature in OLD[version] for i in range(3)]
+
+
+@on_each("version", OLD)
+def test_the_rules_of_an_older_version_equal_its_scheduler(ours, version):
+    recorded = json.loads((_HERE / "vllm_steps_old.json").read_text())[version]
+    for of, expected in zip(old_loads(version), recorded, strict=True):
+        steps, requests = told(ours(case(*of), version=version))
+        assert steps[:, [0, 2, 3]].tolist() == expected["steps"], of
+        assert requests == expected["requests"], of
+
+
+def versions():
+    """Return the Pythons of versions of vLLM."""
+    return dict(each.split("=", 1) for each in os.environ.get("VLLM_PYTHONS", "").split())
+
+
+needs_versions = pytest.mark.skipif(not versions(), reason="VLLM_PYTHONS names no Python")
+
+
+@needs_versions
+@pytest.mark.live
+def test_older_versions_do_what_was_recorded(monkeypatch):
+    found = {}
+    for version in OLD:
+        monkeypatch.setenv("VLLM_PYTHON", versions()[version])
+        cases = [case(*of) for of in old_loads(version)]
+        found[version] = [compact(done) for done in ask_vllm(cases)]
+    path = _HERE / "vllm_steps_old.json"
+    if "VLLM_RECORD" in os.environ:
+        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    assert found == json.loads(path.read_text())
+
+
+@needs_versions
+@pytest.mark.live
+def test_the_rules_of_each_version_equal_its_scheduler(ours, recorded, monkeypatch):
+    """Prints, by rule and version, the steps in which our rules of that version differ, and those
+    in which the newest would (`.ci/vllm_versions` installs the last three)."""
+    of_load = loads(_N_RECORDED, list(FEATURES))
+    failed = []
+    for version, python in versions().items():
+        monkeypatch.setenv("VLLM_PYTHON", python)
+        counts = {feature: np.zeros(3, int) for feature in FEATURES}
+        done = ask_vllm([case(*of) for of in of_load])
+        for (feature, seed), newest, one in zip(of_load, recorded, done, strict=True):
+            expected = of_vllm(one)[0][:, [0, 2, 3]]
+            ruled = told(ours(case(feature, seed), version))[0][:, [0, 2, 3]]
+            ours_differ = n_differing(ruled, expected)
+            newest_differ = n_differing(np.array(newest["steps"]), expected)
+            counts[feature] += len(expected), ours_differ, newest_differ
+        for feature, (steps, differ, moved) in counts.items():
+            print(f"{version} | {feature} | {steps} | {differ} | {moved}")
+            failed += [(version, feature)] if differ else []
+    assert not failed
 
 
 @needs_vllm

@@ -31,9 +31,12 @@ def budget_left(engines: Engines, w: int) -> Any:
 def longest_chunk(engines: Engines, w: int) -> Any:
     """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
     worker, requests = engines.workers[w], engines.requests
-    threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
+    pool = engines.pools[engines.pool_of[w]]
+    threshold = pool.long_prefill_token_threshold
     if threshold <= 0:
         return ANY
+    if pool.cuts_alone:
+        return threshold
     n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
     n += worker.ended_places
     late: Any = np.int64(worker.late_head)

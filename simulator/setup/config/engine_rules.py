@@ -74,13 +74,21 @@ class EngineRules:
     frees_late: bool = True
     #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
     drops_block: bool = True
+    cuts_alone: bool = False  #: long_prefill_token_threshold also cuts the prompt of a lone request
+    #: A new sequence with one token to compute is padded to the size of a verify step.
+    pads_drafts: bool = True
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
 
 
 def rules_of(
-    engine: Engine, options: SchedulerConfig, budget: int, engines_of_worker: int
+    engine: Engine,
+    options: SchedulerConfig,
+    budget: int,
+    engines_of_worker: int,
+    version: str | None = None,
 ) -> EngineRules:
-    """Return an engine's rules by :data:`OPTIONS`; ``budget``: tokens of a step."""
+    """Return an engine's rules by :data:`OPTIONS`; ``budget``: tokens of a step; ``version``: None
+    for the newest."""
     if engine == "sglang":
         # `_handle_data_parallelism` of server_args.py
         conservative = options.schedule_conservativeness or 1.0
@@ -122,7 +130,7 @@ def rules_of(
             drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )
-    return EngineRules()
+    return EngineRules(cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25))
 
 
 def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
