@@ -57,7 +57,6 @@ def run(
         for line in manifest.lines():
             click.echo(line, err=True)
         options["config_file"] = manifest.values
-    _as_launched(options)
     config = config_from_options(options)
     if timeline and out is None:
         raise InputError("timeline", "--timeline without --out", "--out DIR beside it")
@@ -79,13 +78,3 @@ def run(
         reasons = ", ".join(f"{n} {why}" for why, n in result.summary["failed_reasons"].items())
         click.echo(f"No request completed: {reasons}", err=True)
         sys.exit(1)
-
-
-def _as_launched(options: dict[str, Any]) -> None:
-    """Of a whole launch line simulate the one server that it starts, unless options say more."""
-    from eldr_sim.simulator.setup.config.launch_line import starts_one_server
-
-    line = options["engine_args"]
-    elsewhere = any(options[name] for name in ("topology", "config_file", "preset", "autoscale"))
-    if line is not None and not elsewhere and starts_one_server(line):
-        options["topology"] = "1C"

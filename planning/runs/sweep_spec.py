@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text, within
 from eldr_sim.planning.runs.runner import with_seed
+from eldr_sim.simulator.setup.config.launch import LAUNCH
 from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -191,7 +192,9 @@ def make_spec(document: Any) -> SweepSpec:
                 error.field, f"{error.problem} in point {len(points)} ({label})", error.allowed
             ) from None
         configs = [with_seed(config, i) for i in range(parsed.multiRun.numRuns)]
-        points.append(SweepPoint(label, {path: get_field(config, path) for path in paths}, configs))
+        shown = {path: get_field(config, path) for path in paths}
+        shown |= {path: values[path] for path in LAUNCH if path in values}
+        points.append(SweepPoint(label, shown, configs))
     return SweepSpec(dict(document), points, parsed.multiRun.confidenceLevel)
 
 

@@ -14,6 +14,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.search.prefill_strategy import prefill_label
 from eldr_sim.policies.choice import parse, split
 from eldr_sim.policies.registry import canonical
+from eldr_sim.simulator.setup.config.launch import LAUNCH
 from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 from eldr_sim.simulator.setup.kv_tiers import parse_sizes
@@ -22,7 +23,7 @@ from eldr_sim.simulator.setup.run_routing import servable
 MAX_GPUS = 64
 DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
 #: Fields of a cluster's shape and of what is asked for: of the run, and also of a pool.
-_CHOSEN = {"topology", "enable_expert_parallel", "goodput"}
+_CHOSEN = {"topology", "enable_expert_parallel", "goodput", *LAUNCH}
 _SIZES = {
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "price_per_gpu_hour",
 }  # fmt: skip

@@ -1,13 +1,17 @@
 """Launch lines as they are copied: program, container, environment, options; read or refused."""
 
+import shlex
 import warnings
 
+import eldr_sim as es
 import pytest
 
-from eldr_sim.cli.run import run as main
+from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.config.launch_line import starts_one_server
-from eldr_sim.simulator.setup.config.run_config import make_config
+from eldr_sim.planning.compare.what_if import change_fields
+from eldr_sim.planning.runs.sweep_spec import make_spec
+from eldr_sim.simulator.setup.config.launch_line import computes_all, cut
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 
 from ..on_each import on_each
 
@@ -90,42 +94,109 @@ def test_a_line_of_another_engine_than_the_runs_is_refused():
         read(f"python3 -m sglang.launch_server --model {MODEL}", engine="vllm")
 
 
-@pytest.mark.parametrize(
-    ("line", "alone"),
-    [
-        (f"vllm serve {MODEL} -tp 2", True),
-        (f"python3 -m sglang.launch_server --model-path {MODEL} --tp 2", True),
-        ("docker run vllm/vllm-openai:v0.24.0 --model Qwen/Qwen3-8B", True),
-        ("--max-num-seqs 4", False),
-        ("vllm bench serve --request-rate 4", False),
-        (f"python3 -m sglang.launch_server --model-path {MODEL} --disaggregation-mode prefill",
-         False),
-        (f"vllm serve {MODEL} --kv-transfer-config " + """'{"kv_role": "kv_producer"}'""", False),
-    ],
-)  # fmt: skip
-def test_a_whole_line_starts_one_server(line, alone):
-    assert starts_one_server(line) == alone
+DISAGGREGATED = (
+    "--disaggregation-mode prefill",
+    '--kv-transfer-config \'{"kv_role": "kv_producer"}\'',
+)
 
 
 @pytest.mark.parametrize(
-    ("options", "topology"),
+    ("line", "topology"),
     [
-        (["--engine-args", "vllm serve --max-num-seqs 8"], "1C"),
-        (["--engine-args", "vllm serve --max-num-seqs 8", "--topology", "2C"], "2C"),
-        (["--engine-args", "--max-num-seqs 8"], "8P16D"),
+        (f"vllm serve {MODEL} -tp 2", "1C"),
+        (f"python3 -m sglang.launch_server --model-path {MODEL} --tp 2", "1C"),
+        ("docker run vllm/vllm-openai:v0.24.0 --model Qwen/Qwen3-8B", "1C"),
+        ("--max-num-seqs 4", "8P16D"),
+        ("vllm bench serve --request-rate 4", "8P16D"),
     ],
 )
-def test_a_whole_line_is_one_worker_unless_options_say_more(monkeypatch, options, topology):
-    class Stop(Exception):
-        pass
+def test_a_whole_line_is_one_server_unless_a_topology_says_more(line, topology):
+    assert read(line)[0].cluster.topology == topology
+    assert read(line, topology="2C")[0].cluster.topology == "2C"
 
-    def simulate(config, *_, **__):
-        assert config.cluster.topology == topology
+
+@pytest.mark.parametrize(
+    ("program", "role"), [*zip(("sglang", "vllm"), DISAGGREGATED, strict=True)]
+)
+def test_a_line_that_hands_over_is_not_one_server(program, role):
+    line = f"{program} serve {MODEL} {role}"
+    assert not computes_all(line, cut(line))
+
+
+class Stop(Exception):
+    """Ends a command before it runs."""
+
+
+LINE = "vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 8"
+COMMANDS = {
+    "run": [],
+    "compare": ["--policy", "jsq", "--seeds", "2"],
+    "compare --vary": ["--vary", "max_num_batched_tokens=2048,4096"],
+    "compare --drafts": [
+        "--drafts",
+        "2",
+        "--speculative-config",
+        '{"method": "ngram", "num_speculative_tokens": 2}',
+    ],
+    "plan": ["--slo", "ttft:500", "--request-rate", "4"],
+    "serve": [],
+}
+FUNCTIONS = {
+    "run": {}, "compare": {"policy": ["jsq"]}, "Simulation": {},
+    "plan": {"slo": {"ttft": 500}, "request_rate": 4},
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_server(monkeypatch):
+    """Return a check: that what is called asks for one server, of eight sequences."""
+    made = []
+
+    def stop(*given, **named):
+        made.append([one for one in (*given, *named.values()) if isinstance(one, RunConfig)])
         raise Stop
 
-    monkeypatch.setattr("eldr_sim.simulator.run.simulate", simulate)
-    with pytest.raises(Stop):
-        main(["--model", "Llama-3.1-8B", *options], standalone_mode=False)
+    monkeypatch.setattr(RunConfig, "pool", stop)
+
+    def check(call):
+        with pytest.raises(Stop):
+            call()
+        (config,) = made.pop()
+        assert (config.cluster.topology, config.value("max_num_seqs")) == ("1C", 8)
+
+    return check
+
+
+@on_each("command", list(COMMANDS))
+def test_every_command_takes_a_whole_line_as_one_server(command, one_server):
+    words = [command.split()[0], *COMMANDS[command], "--engine-args", LINE]
+    one_server(lambda: cli(words, standalone_mode=False))
+
+
+@on_each("function", list(FUNCTIONS))
+def test_every_function_takes_a_whole_line_as_one_server(function, one_server):
+    one_server(lambda: getattr(es, function)(engine_args=LINE, **FUNCTIONS[function]))
+
+
+@pytest.mark.parametrize("topology", [None, "3C"])
+def test_a_launch_line_as_a_change_overrides_what_it_names(topology):
+    base = {"model": "Qwen3-30B-A3B", "max_num_seqs": 4, "block_size": 32}
+    base |= {} if topology is None else {"topology": topology}
+    wanted = (topology or "1C", "meta-llama/Llama-3.1-8B", 8, 32)
+    config, change = make_config(base), f"engine_args={shlex.quote(LINE)}"
+    document = {"config": base, "sweep": {"type": "grid", "parameters": {"engine_args": [LINE]}}}
+    (point,) = make_spec(document).points
+    assert point.parameters == {"engine_args": LINE}
+    for changed in (
+        config.replace(engine_args=LINE),
+        make_config(change_fields(config.explicit_fields("json"), change)),
+        point.configs[0],
+    ):
+        names = ("topology", "model", "max_num_seqs", "block_size")
+        assert tuple(changed.value(name) for name in names) == wanted
+    sglang = config.replace(engine_args="python3 -m sglang.launch_server --tp 2")
+    assert (sglang.engine.engine, sglang.engine.engine_version) == ("sglang", None)
+    assert config.replace(engine_args="--block-size 16").value("block_size") == 16
 
 
 def test_the_environment_is_part_of_the_line():

@@ -16,7 +16,7 @@ from eldr_sim.inputs import parse_json, parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import MoEBackend
 from eldr_sim.simulator.setup.config.engine_rules import default_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
-from eldr_sim.simulator.setup.config.launch_line import Line, cut
+from eldr_sim.simulator.setup.config.launch_line import Line, computes_all, cut
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
     OPTIONS,
@@ -121,10 +121,35 @@ def fields_named(name: str) -> list[str]:
     return sorted(fields | also)
 
 
+#: Fields that stand for others: a launch line, and a file of TensorRT-LLM's options.
+LAUNCH = ("engine_args", "extra_llm_api_options")
+
+
 def with_launch(values: dict[str, Any]) -> dict[str, Any]:
-    """Return field values with what their launch line and engine say, unless given. Warns of
-    options that are not simulated, and of those without effect, in a line each. Raises InputError
-    for a line that cannot be read, or asks for what is not simulated."""
+    """Return field values with what their launch line and engine say, unless given: a whole line
+    of a server is one co-located worker. Raises InputError as `launch_fields`."""
+    values = launch_fields(values)
+    engine = values.get("engine") or "vllm"
+    if not isinstance(engine, str) or engine not in _NAMES:
+        return values  # the field itself says what is allowed
+    return default_fields(values) | values
+
+
+def change_launch(values: dict[str, Any], name: str, line: Any) -> None:
+    """Give ``values`` in place what a launch line says, over all that they have but a topology.
+    Raises InputError as `launch_fields`."""
+    usual = values.get("engine") or "vllm"
+    named = cut(str(line)).engine if name == "engine_args" else "trtllm"
+    said = launch_fields({name: line, "engine": named or usual})
+    if said["engine"] != usual:
+        said.setdefault("engine_version", None)
+    values |= {k: v for k, v in said.items() if k != "topology" or not values.get(k)}
+
+
+def launch_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return field values with what their launch line says, unless given. Warns of options that
+    are not simulated, and of those without effect, in a line each. Raises InputError for a line
+    that cannot be read, or asks for what is not simulated."""
     values = dict(values)
     line, file = values.pop("engine_args", None), values.pop("extra_llm_api_options", None)
     parts = None if line is None else cut(str(line))
@@ -135,9 +160,11 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
         values["engine"] = parts.engine
         if parts.version:
             values.setdefault("engine_version", parts.version)
+        if computes_all(str(line), parts):
+            values.setdefault("topology", "1C")
     engine = values.get("engine") or ("trtllm" if file else "vllm")
     if not isinstance(engine, str) or engine not in _NAMES:
-        return values  # the field itself says what is allowed
+        return values
     given: list[tuple[str, Any]] = []
     if file is not None:
         if engine != "trtllm":
@@ -159,8 +186,7 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
         if role in found and isinstance(values.get(role), Mapping):
             found[role] = found[role] | values[role]
             values.pop(role)
-    values = found | values
-    return default_fields(values) | values
+    return found | values
 
 
 def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:

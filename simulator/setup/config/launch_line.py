@@ -83,11 +83,11 @@ def cut(line: str) -> Line:
     return Line(started, version, "", "".join(rest), environment, words)
 
 
-def starts_one_server(line: str) -> bool:
-    """Whether a line starts a server that computes prompts and answers, and is not options alone or
-    one of those that hand over to others. Raises InputError as `cut`."""
+def computes_all(line: str, parts: Line) -> bool:
+    """Whether a line, cut into parts, starts a server that computes prompts and answers: it is not
+    options alone, nor one of those that hand over to others."""
     apart = "disaggregation" in line.replace("disaggregation-mode null", "") or "kv_role" in line
-    return bool(cut(line).engine) and (not apart or "kv_both" in line)
+    return bool(parts.engine) and (not apart or "kv_both" in line)
 
 
 def _container(words: list[str], environment: dict[str, str]) -> tuple[str, str]:

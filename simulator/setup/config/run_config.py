@@ -163,13 +163,14 @@ class RunConfig(Fields):
                 for inner, what in value.items():
                     set_field(values, f"{name}.{inner}", what)
             else:
-                values[name] = value
+                set_field(values, name, value)
         return cast("Self", make_config(values))
 
     def explicit_fields(self, mode: Literal["json", "python"]) -> dict[str, Any]:
-        """Return the fields without the engine's defaults.
+        """Return the fields without the engine's defaults, and without a topology not given.
 
-        Built from these, a configuration of another engine, GPU or width takes that one's defaults.
+        Built from these, a configuration of another engine, GPU, width or launch line takes that
+        one's defaults.
 
         Args:
             mode: ``python`` for Python's values, ``json`` for what JSON holds.
@@ -186,6 +187,8 @@ class RunConfig(Fields):
         for name in {"gpu_memory_utilization", "block_size", *usual}:
             if values[name] == usual.get(name, RUN_FIELDS[name].default):
                 del values[name]
+        if "topology" not in self.cluster.model_fields_set:
+            del values["topology"]
         return values
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -338,7 +341,7 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
 
     Args:
         values: fields of a configuration.
-        path: such as ``decode.gpu``.
+        path: such as ``decode.gpu``; ``engine_args`` sets all fields that the line names.
         value: the new value.
 
     Raises:
@@ -358,6 +361,12 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
             raise InputError(path, f"{part!r} has no fields")
         values[part] = values = dict(inner)
     values[name] = value
+    if name in ("engine_args", "extra_llm_api_options") and not above and value is not None:
+        from eldr_sim.simulator.setup.config.launch import (
+            change_launch,  # NumPy: --help does without
+        )
+
+        change_launch(values, name, values.pop(name))
 
 
 def get_field(config: RunConfig, path: str) -> Any:
