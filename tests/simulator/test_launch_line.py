@@ -3,9 +3,9 @@
 import shlex
 import warnings
 
-import eldr_sim as es
 import pytest
 
+import eldr_sim as es
 from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
