@@ -43,7 +43,8 @@ _OURS = {
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }
 _DEFAULT_LIMIT = 1 << 30
-_ABANDONED_S = 24 * 3600.0  # nobody is still writing an unfinished file of this age
+_ABANDONED_S = 3600.0  # nothing writes to a file for so long without a pause
+_UNUSED_S = 7 * 24 * 3600.0  # compiled code of another version
 
 _warned = False
 
@@ -99,10 +100,10 @@ def files() -> list[CacheFile]:
     return sorted(found, key=lambda file: (file.part, -file.used_s, file.path))
 
 
-def _files(home: Path, part: str) -> list[CacheFile]:
+def _files(home: Path, part: str, within: str = "*") -> list[CacheFile]:
     found = []
     for pattern in _OURS[part]:
-        for path in (home / part).glob(pattern):
+        for path in (home / part).glob(pattern.replace("*", within, 1)):
             if not path.parent.resolve().is_relative_to(home.resolve()):
                 continue  # behind a symbolic link: somebody else's
             with contextlib.suppress(OSError):  # another process may have removed it
@@ -249,20 +250,46 @@ def keep_folder(
 
 
 def _make_room(new: Path, limit: int) -> None:
-    """Remove files until the limit is kept, but never ``new``: bit sets first, which take a second
-    to make, of each part those used longest ago."""
-    found = [file for part in _LIMITED for file in _files(new.parents[1], part)]
-    abandoned = time.time() - _ABANDONED_S
-    gone = [file for file in found if file.unfinished and file.used_s < abandoned]
-    finished = [file for file in found if not file.unfinished]
-    left = sum(file.size for file in finished)
-    for file in sorted(finished, key=lambda file: (file.part != BITSETS, file.used_s)):
-        if left > limit and new not in (file.path, file.path.parent):
-            gone.append(file)
-            left -= file.size
-    for file in gone:
-        with contextlib.suppress(OSError):
-            file.path.unlink()
+    """Remove files until the limit is kept, but never ``new``: what killed processes left and
+    compiled code that was not used for a week, then bit sets, which take a second to make, then of
+    the other parts the items used longest ago, each whole. Files being written count."""
+    home = new.parents[1]
+    now = time.time()
+    items: dict[Path, list[CacheFile]] = {}
+    for file in (file for part in _LIMITED for file in _files(home, part)):
+        whole = file.path.parent if file.path.parent != home / file.part else file.path
+        items.setdefault(whole, []).append(file)
+    left = sum(file.size for item in items.values() for file in item)
+    old = [file for path in _unused(home / NUMBA, now) for file in _files(home, NUMBA, path.name)]
+    last = {path: max(file.used_s for file in item) for path, item in items.items()}
+    for path in sorted(items, key=lambda path: (path.parent.name != BITSETS, last[path])):
+        unfinished = path.name.startswith(".")
+        gone = now - last[path] > _ABANDONED_S if unfinished else left > limit
+        if path != new and gone:
+            old += items[path]
+            left -= sum(file.size for file in items[path])
+    for file in old:
+        with contextlib.suppress(OSError):  # another process may have removed it
+            _remove(file, home)
+
+
+def _unused(place: Path, now: float) -> list[Path]:
+    """Return the folders of compiled code that no process has used for a week."""
+    found = []
+    for path in place.glob("*-*"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if now - path.stat().st_mtime > _UNUSED_S:
+                found.append(path)
+    return found
+
+
+def _remove(file: CacheFile, home: Path) -> None:
+    """Remove a file, and the folders of its part where nothing else is left in them."""
+    file.path.unlink()
+    above = file.path.parents
+    with contextlib.suppress(OSError):  # it is not empty
+        for depth in range(above.index(home / file.part)):
+            above[depth].rmdir()
 
 
 @functools.cache
@@ -298,6 +325,8 @@ def writable_folder(part: str) -> Path | None:
     if not os.access(place, os.W_OK | os.X_OK):
         warn(f"cannot write into {place}")
         return None
+    with contextlib.suppress(OSError):
+        os.utime(place)  # in use now
     return place
 
 
@@ -322,17 +351,16 @@ def clear() -> list[CacheFile]:
     home = folder() or Path()
     for file in files():
         try:
-            file.path.unlink()
+            _remove(file, home)
         except FileNotFoundError:
             continue
         except OSError as error:
             failure = InputError("cache", f"cannot remove {file.path}: {error.strerror}")
             continue
         removed.append(file)
-        above = file.path.parents
+    for part in _OURS:
         with contextlib.suppress(OSError):  # it is not empty
-            for depth in range(above.index(home / file.part) + 1):
-                above[depth].rmdir()
+            (home / part).rmdir()
     if failure is not None:
         raise failure
     return removed

@@ -375,7 +375,7 @@ def info() -> None:
     click.echo(
         f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files; all but "
         f"compiled code at most {_megabytes(limit)} MB ({user_cache.SIZE_VARIABLE}), then those "
-        "used longest ago go"
+        "used longest ago go; compiled code of other versions goes after a week without use"
     )
     click.echo("Remove: eldr-sim cache clear; all can be made again, with the same results")
     click.echo()

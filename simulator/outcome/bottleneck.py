@@ -267,6 +267,9 @@ def _bottleneck(
     the requests; ``tokenizing_ms``: their mean time in an idle front end; ``handover_ms``: what
     the hand-over to a decode worker takes; ``reserves_early``: prompts have decode blocks first."""
     ttft = math.fsum(mean_ms.get(name, 0.0) for name in TTFT_PHASES)
+    if mean_ms.get("front end", 0.0) < 2.0 * tokenizing_ms:  # as long as in an idle front end
+        names = {"front end": "tokenization"}
+        mean_ms = {names.get(name, name): value for name, value in mean_ms.items()}
     long = _waits_of(mean_ms)
     if transfers < 1.0:  # a transfer that has the link to itself waits for none
         long.pop("KV transfer", None)
@@ -276,8 +279,6 @@ def _bottleneck(
     wait = f"a request waits {long[phase]:,.{0 if long[phase] >= 100 else 1}f} ms on average"
     if phase == "client's limit":
         return "client", f"{wait} at the client, which limits the requests in flight", phase
-    if phase == "front end" and long[phase] < 2.0 * tokenizing_ms:
-        return "tokenization", f"{wait} for its tokenization; there is no queue", phase
     if phase == "front end":
         return "front end", f"{wait} for API servers and their tokenizers", phase
     if phase == "KV load":
@@ -356,7 +357,11 @@ def _no_queue(mean_ms: Mapping[str, float], batch: float) -> tuple[str, str, Non
         return "none", "no request was served", None
     waiting = math.fsum(_waits_of(mean_ms).values())
     computing = math.fsum(mean_ms.get(name, 0.0) for name in ("first decode step", "decode"))
-    prompt = mean_ms.get("prefill", 0.0)
-    what = f"decoding, in batches of {batch:.1f}" if computing >= prompt else "computing its prompt"
-    share = f"{max(computing, prompt) / total:.1%} of a request's time is {what}"
+    uses = {
+        f"decoding, in batches of {batch:.1f}": computing,
+        "computing its prompt": mean_ms.get("prefill", 0.0),
+        "tokenizing its prompt": mean_ms.get("tokenization", 0.0),
+    }
+    what = max(uses, key=uses.__getitem__)
+    share = f"{uses[what] / total:.1%} of a request's time is {what}"
     return "no queue", f"{share}; it waits for {waiting / total:.1%} of its time", None

@@ -9,8 +9,11 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import eldr_sim
 from eldr_sim import cache
@@ -166,13 +169,63 @@ def test_the_new_file_stays_however_large(home, monkeypatch):
 
 def test_abandoned_files_go_and_others_are_no_ones_business(home):
     keep("a.bits")
-    for name, age_s in ((".x.bits-1", 3600), (".y.bits-2", 90000), ("notes.txt", 90000)):
+    for name, age_s in ((".x.bits-1", 600), (".y.bits-2", 9000), ("notes.txt", 90000)):
         path = home / "bitsets" / name
         path.touch()
         os.utime(path, (time.time() - age_s,) * 2)
     keep("b.bits")
     left = {path.name for path in (home / "bitsets").iterdir()}
     assert left == {"a.bits", "b.bits", ".x.bits-1", "notes.txt"}
+
+
+_ITEMS = st.tuples(
+    st.sampled_from(["bits", "trace", "left bits", "left trace"]),
+    st.integers(1, 400),
+    st.integers(0, 9000),
+)
+
+
+@given(st.lists(_ITEMS, max_size=8), st.integers(0, 1000))
+def test_the_limit_holds_whatever_lies_there(items, limit):
+    """All but compiled code, the new file, and what may still be written; traces whole or gone."""
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        home = Path(place)
+        patch.setenv("ELDR_SIM_CACHE", place)
+        patch.setenv("ELDR_SIM_CACHE_SIZE", str(limit))
+        now, recent = time.time(), 0
+        for number, (kind, size, age_s) in enumerate(items):
+            hidden = "." * kind.startswith("left")
+            folder = home / ("bitsets" if "bits" in kind else f"traces/{hidden}t{number}")
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"{hidden}{number}.bits{'-x' if hidden else ''}"
+            for path in (
+                [folder / name]
+                if "bits" in kind
+                else [folder / each for each in ("experts.npy", "manifest.json")]
+            ):
+                path.write_bytes(bytes(size))
+                os.utime(path, (now - age_s,) * 2)
+                recent += size if hidden and age_s < 3600 else 0
+        keep("new.bits", size=50)
+        found = cache.files()
+        assert sum(file.size for file in found) <= max(limit, recent + 50)
+        assert any(file.path.name == "new.bits" for file in found)
+        for folder in (home / "traces").glob("*"):
+            assert len(list(folder.iterdir())) == 2
+
+
+def test_compiled_code_of_other_versions_goes_when_it_is_unused(home):
+    for name, age_days in (("1.0.0-old", 8), ("1.0.0-new", 6)):
+        place = home / "numba" / name / "loop_12"
+        place.mkdir(parents=True)
+        (place / "run-1.py311.nbi").write_bytes(bytes(10))
+        os.utime(place.parent, (time.time() - 86400 * age_days,) * 2)
+    keep("a.bits")
+    assert [path.name for path in (home / "numba").iterdir()] == ["1.0.0-new"]
+    os.utime(place.parent, (0, 0))
+    cache.writable_folder("numba/1.0.0-new")  # in use
+    keep("b.bits")
+    assert place.is_dir()
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])

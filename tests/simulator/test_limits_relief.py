@@ -9,8 +9,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+from ..on_each import on_each
+
 #: No wait to relieve: the message says that there is no queue, or nothing was served.
-NO_QUEUE = {"no queue", "none", "tokenization"}
+NO_QUEUE = {"no queue", "none"}
 
 
 def _log(r, path, long_factor=1.0):
@@ -115,8 +117,7 @@ def check(seed, folder):
     limits = before["limits"]
     name = limits["bottleneck"]
     if name in NO_QUEUE:
-        assert limits["waits_in"] is None or name == "tokenization"
-        assert name == "none" or "no queue" in name or "no queue" in limits["because"]
+        assert limits["waits_in"] is None
         return name
     after = simulate_summary(make_config(relieved(fields, name, state, folder)))
     if after["completed"] != before["completed"]:
@@ -125,6 +126,17 @@ def check(seed, folder):
                      for s in (before, after))  # fmt: skip
     assert waits < 0.95 * waited, (seed, name, limits["because"], waits)
     return name
+
+
+@on_each("topology", ["1C", "1P1D", "2P1D", "1P"])
+def test_an_idle_cluster_has_no_queue(topology):
+    """Requests that never meet wait for nothing; tokenizing a long prompt is no wait either."""
+    for prompt in (20, 2000):
+        fields = {"topology": topology, "input_len": prompt, "request_rate": 0.05}
+        fields |= {} if topology == "1P" else {"output_len": 4}
+        fields |= {"trace": "reference-moe", "num_requests": 20}
+        limits = simulate_summary(make_config(fields | {"warmup": 0}))["limits"]
+        assert (limits["bottleneck"], limits["waits_in"]) == ("no queue", None), limits
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
