@@ -18,6 +18,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     GemmLatency,
     PrefillAttention,
 )
+from eldr_sim.kernel_profiles.kernels.nearest_shape import label, nearest_moe
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
@@ -216,7 +217,7 @@ class Parts:
         found = ((find(size), size) for size in sizes)
         table, measured_ranks = next(((t, n) for t, n in found if t is not None), (None, 1))
         if table is None:
-            whole = self._no_less(self._moe_without_table())
+            whole = self._no_less(self._moe_of_nearest() or self._moe_without_table())
             self.layer = MoELayer(whole, 1)
             return whole.on_rank(ranks)
         fitted = self._no_less(moe_latency.fit_moe_latency(table))
@@ -232,6 +233,19 @@ class Parts:
                 f"; all experts on one GPU, read at the count of one of {ranks} ranks"
             )
         return fitted.on_rank(ranks // measured_ranks)
+
+    def _moe_of_nearest(self) -> moe_latency.MoELatency | None:
+        """A layer of all experts by the nearest shape that was measured, if any."""
+        if self.moe_backend != "auto" or self.gpu.name in TRITON:
+            return None
+        dtype = format.MOE_DTYPES[self.model.expert_dtype]
+        found = nearest_moe(self.gpu.name, format.moe_shape_of(self.model), dtype, self.engine)
+        if found is None:
+            return None
+        layer, table = found
+        self.missing.append("moe")
+        self.provenance["moe"] = label(table)
+        return layer
 
     def _moe_table(self, ranks: int, backend: MoEBackend) -> format.LatencyTable | None:
         """Find the rows of a backend's kernel for the experts of one of ``ranks``."""
@@ -437,7 +451,9 @@ class Parts:
     def collectives_s(self, rows: Floats) -> Floats:
         """What the GPUs of a worker exchange in a step of ``rows`` tokens. All-reduces of hidden
         states: one after the embedding and two in every layer. Where engines share experts, the
-        outputs of these are combined and then gathered in place of the second."""
+        outputs of these are combined and then gathered in place of the second. Norms over the
+        heads of all GPUs take one more (sgl-project/sglang pull request 14416, vllm-project/vllm
+        31493)."""
         if self.engine_step is not None or self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
         shared = self.parallelism.data_parallel_size > 1
@@ -445,6 +461,8 @@ class Parts:
         message = 2 * self.model.hidden_size * rows
         reduces = 1 + 2 * self.model.n_layers - self.model.n_bare_layers - gathers
         total = reduces * self._all_reduce_s(message)
+        if self.model.qk_norm == "full_width":  # sums of squares of queries and keys, float32
+            total = total + self.model.n_full_layers * self._all_reduce_s(8 * rows)
         if gathers:
             total = total + gathers * self._gather_s(message)
         return np.where(rows > 0, total, 0.0)

@@ -344,14 +344,15 @@ def _missing(parts: Parts, cost: StepCost, command: str) -> list[str]:
     none = np.zeros(0, np.int64)
     seconds = step_parts(cost, batch, batch, batch * context, none, none, batch, experts, False)
     shares = seconds._asdict()
-    how = roofline.efficiency_of(gpu).provenance
     lines = []
     for component in parts.missing:
+        of = parts.provenance[component]
+        source = "the nearest measured shape" if "framework" in of else "bytes and FLOPs"
         part = sum(shares[name] for name in _OF_STEP.get(component, ())) / sum(seconds)
         lines.append(
-            f"{component}: no table of {whole.name} on {gpu.name}, times are {how} from bytes and "
-            f"FLOPs: {part:.0%} of a decode step of {batch} sequences of {context} tokens. To do "
-            f"better: {command}"
+            f"{component}: no table of {whole.name} on {gpu.name}, times are {of['label']} from "
+            f"{source}: {part:.0%} of a decode step of {batch} sequences of {context} tokens. To "
+            f"do better: {command}"
         )
     return lines
 

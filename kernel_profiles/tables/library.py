@@ -157,7 +157,7 @@ def find_table(
     candidates = [one for one in named if fits(one.metadata)]
     if not candidates:
         return None
-    return max(candidates, key=lambda one: _rank(one, engine or Engine())).load()
+    return max(candidates, key=lambda one: rank(one, engine or Engine())).load()
 
 
 def version_numbers(version: str) -> list[int]:
@@ -165,9 +165,9 @@ def version_numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def _rank(table: ShippedTable, engine: Engine) -> tuple[int, int, bool, list[int], str]:
-    """Order tables of one kernel: by trust, the engine's before vLLM's before others, by version
-    and name. Where all are newer than the engine, the oldest is the nearest."""
+def rank(table: ShippedTable, engine: Engine) -> tuple[int, int, bool, list[int], str]:
+    """Return what orders tables of one kernel: by trust, the engine's before vLLM's before others,
+    by version and name. Where all are newer than the engine, the oldest is the nearest."""
     metadata = table.metadata
     version, limit = version_numbers(metadata.framework), version_numbers(engine.version)
     whose = metadata.framework.split()[0]

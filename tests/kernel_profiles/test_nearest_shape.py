@@ -1,0 +1,63 @@
+"""MoE layers without a table, by the nearest measured shape; norms over the heads of all GPUs."""
+
+import numpy as np
+import pytest
+
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels import nearest_shape
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency, uniform_distinct
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.parts import Parts
+from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
+
+_TOKENS = np.array([1.0, 4.0, 16.0, 64.0, 256.0, 2048.0])
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("H200", "bfloat16"), ("B200", "bfloat16"),
+                                            ("H100", "fp8_block")])  # fmt: skip
+def test_a_shape_left_out_is_met_by_the_nearest(gpu, dtype, monkeypatch):
+    tables = [
+        t for t in shipped_tables()
+        if (t.kind, t.gpu) == ("moe", gpu) and t.metadata.dtype == dtype
+        and t.metadata.framework.startswith("vllm") and "trtllm" not in t.metadata.kernel_source
+        and "expert_parallel_size" not in t.metadata.shape
+    ]  # fmt: skip
+    errors = []
+    for table in tables[:: max(1, len(tables) // 8)]:
+        shape = table.metadata.shape
+        others = tuple(t for t in shipped_tables() if t.shape != table.shape)
+        monkeypatch.setattr(nearest_shape, "shipped_tables", lambda others=others: others)
+        found = nearest_shape.nearest_moe(gpu, shape, dtype, Engine())
+        if found is None:
+            continue
+        distinct = uniform_distinct(_TOKENS, shape["n_experts"], shape["top_k"])
+        measured = fit_moe_latency(table.load()).time_s(_TOKENS, distinct)
+        errors += list(np.abs(np.log(found[0].time_s(_TOKENS, distinct) / measured)))
+    assert len(errors) >= 24
+    assert np.median(errors) < 0.12
+
+
+def test_a_layer_without_a_table_is_not_a_roofline():
+    parts = Parts(load_model("GLM-4.6"), load_gpu("B200"), Parallelism(8), (), 4096)
+    assert parts.provenance["moe"]["label"] == "derived"
+    assert "vllm_fused_moe" in parts.provenance["moe"]["kernel_source"]
+    assert parts.missing == ["moe"]  # measured tables would do better
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_norms_over_the_heads_of_all_gpus_take_an_all_reduce(size):
+    model = load_model("MiniMax-M2.5")
+    assert model.qk_norm == "full_width"
+    plain = model.model_copy(update={"qk_norm": "per_head"})
+    rows = np.array([0.0, 1.0, 64.0])
+    of, without = (
+        Parts(m, load_gpu("H200"), Parallelism(size), (), 4096).collectives_s(rows)
+        for m in (model, plain)
+    )
+    if size == 1:
+        assert not of.any()
+    else:
+        assert of[0] == 0.0
+        assert np.all(of[1:] - without[1:] > model.n_layers * 3e-6)
+        assert np.all(of[1:] < 1.7 * without[1:])
