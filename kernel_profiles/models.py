@@ -68,6 +68,7 @@ class ModelDims(BaseModel):
     shared_intermediate_size: int = Field(default=0, ge=0)
     shared_expert_gate: bool = False  #: whether a learnt sigmoid gate scales the shared expert
     expert_bias: bool = False  #: whether the expert matrices carry biases
+    float32_gate: bool = False  #: whether engines compute the gate in float32
     #: Parameters of the MoE gate per layer besides its matrix (bias, scales).
     router_extra_params: int = 0
     vocab_size: int = Field(ge=1)  #: rows of the embedding

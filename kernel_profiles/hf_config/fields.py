@@ -160,6 +160,8 @@ def _experts(keys: Keys, family: str) -> dict[str, Any]:
         "expert_intermediate_size": width,
         "expert_hidden_size": latent,
         "expert_bias": family == "gpt_oss",
+        # vLLM's glm4_moe.py, glm4_moe_lite.py and minimax_m2.py; SGLang's
+        "float32_gate": family in ("glm4_moe", "glm4_moe_lite", "minimax_m2"),
     }
 
 

@@ -25,7 +25,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.tables import format
-from eldr_sim.kernel_profiles.tables.library import Engine
+from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
 
 NORMS_S = 8e-6
 """Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
@@ -60,6 +60,12 @@ LINEAR_KERNELS = 14
 """Kernels of a layer of linear attention that computes prompts: the split of its projections, the
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
 norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
+
+_ROUTER = shipped_json("router_gemm")
+_FLOAT32_GATES = {"vllm": "0.29", "sglang": "0.5.11"}
+"""Versions since which gates of float32 run on tensor cores (vllm-project/vllm pull request 55899,
+September 2026; sgl-project/sglang 22744, April 2026, which says what a gate took before: 9.1% of a
+step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
 
 _ATTENTION: tuple[format.Kind, format.Kind] = ("attention_decode", "attention_prefill")
 
@@ -581,8 +587,27 @@ class Parts:
         for part, layers, linears in model.matrices:
             for n, k in linears:
                 total += layers * self._matrix_s(n, k, rows, model.dtype_of(part))
-        total += model.n_moe_layers * self._matrix_s(model.n_experts, model.hidden_size, rows)
-        return total + self._elementwise_s(rows)
+        return total + model.n_moe_layers * self._gate_s(rows) + self._elementwise_s(rows)
+
+    def _gate_s(self, rows: Floats) -> Floats:
+        """The gate of a MoE layer. Of float32 it takes cuBLAS's kernels for few columns, whose
+        blocks go through all rows of a matrix one after the other: as measured on GB200."""
+        model, engine = self.model, self.engine
+        seconds = self._matrix_s(model.n_experts, model.hidden_size, rows)
+        if not model.float32_gate:
+            return seconds
+        old = _FLOAT32_GATES.get(engine.name, "")
+        if engine.version and version_numbers(engine.version) < version_numbers(old):
+            kernel = "float32"
+        else:
+            kernel = "bf16x3" if engine.name == "vllm" else "tf32"
+        taken = 1e-6 * np.array(_ROUTER["microseconds"][kernel])
+        slow = moe_latency.interpolate(rows, np.array(_ROUTER["tokens"], float), taken)
+        slow = slow * model.hidden_size / _ROUTER["hidden_size"]
+        if kernel != "bf16x3":  # a kernel converts the tokens first (vllm-project/vllm 38445)
+            slow = slow + small_kernel_s(self.gpu)
+        self.provenance["gate"] = format.provenance_of("derived", _ROUTER["source"], kernel)
+        return np.where(rows > 0, np.maximum(slow, seconds), 0.0)
 
     def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.

@@ -61,3 +61,21 @@ def test_norms_over_the_heads_of_all_gpus_take_an_all_reduce(size):
         assert of[0] == 0.0
         assert np.all(of[1:] - without[1:] > model.n_layers * 3e-6)
         assert np.all(of[1:] < 1.7 * without[1:])
+
+
+def test_a_gate_of_float32_is_slow_until_engines_use_tensor_cores():
+    model = load_model("GLM-4.5-Air")
+    assert model.float32_gate
+    assert not load_model("Qwen3-30B-A3B").float32_gate
+    rows = np.array([0.0, 1.0, 64.0, 8192.0])
+    old, new, plain = (
+        Parts(m, load_gpu("H200"), Parallelism(1), (), 4096, engine=Engine("sglang", version))
+        for m, version in ((model, "0.5.8"), (model, ""),
+                           (model.model_copy(update={"float32_gate": False}), "0.5.8"))
+    )  # fmt: skip
+    seconds = [parts.dense_part_s(rows) / model.n_moe_layers for parts in (old, new, plain)]
+    assert np.all(np.diff(seconds[0]) > 0.0)
+    assert 30e-6 < seconds[0][2] - seconds[2][2] < 60e-6
+    assert 8e-6 < seconds[1][2] - seconds[2][2] < 20e-6
+    assert old.provenance["gate"]["label"] == "derived"
+    assert "gate" not in plain.provenance
