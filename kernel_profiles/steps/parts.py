@@ -20,12 +20,18 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.nearest_shape import label, nearest_moe
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
+from eldr_sim.kernel_profiles.kernels.small_kernels import (
+    SMALL_KERNELS,
+    elementwise_bytes,
+    float32_gate_s,
+    residual_bytes,
+    small_kernel_s,
+)
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
-from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.tables import format
-from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
+from eldr_sim.kernel_profiles.tables.library import Engine
 
 NORMS_S = 8e-6
 """Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
@@ -61,35 +67,7 @@ LINEAR_KERNELS = 14
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
 norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
 
-_ROUTER = shipped_json("router_gemm")
-_FLOAT32_GATES = {"vllm": "0.29", "sglang": "0.5.11"}
-"""Versions since which gates of float32 run on tensor cores (vllm-project/vllm pull request 55899,
-September 2026; sgl-project/sglang 22744, April 2026, which says what a gate took before: 9.1% of a
-step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
-
 _ATTENTION: tuple[format.Kind, format.Kind] = ("attention_decode", "attention_prefill")
-
-
-def elementwise_bytes(model: ModelDims) -> int:
-    """Bytes that a layer's norms, rotary embedding and KV writes move a token (MLA: in its
-    module)."""
-    heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
-    return 4 * (4 * model.hidden_size + heads * model.head_dim)
-
-
-def residual_bytes(model: ModelDims) -> float:
-    """Bytes that a token moves through residuals that are more than one stream, of all layers.
-
-    Hyper-connections read all streams before attention or MLP, and read, mix and write them after
-    it; attention residuals read the sums of the blocks of layers before, half of them on average
-    (Kimi-K3)."""
-    sites = 2 * model.n_layers - model.n_bare_layers
-    vectors = 0.0
-    if model.hyper_connections:
-        vectors = 3 * model.hyper_connections + 2
-    elif model.residual_block:
-        vectors = 2 + model.n_layers / model.residual_block / 2
-    return 2.0 * model.hidden_size * sites * vectors
 
 
 def _attending_to_all(model: ModelDims) -> ModelDims:
@@ -105,15 +83,6 @@ def _small_kernels(model: ModelDims) -> int:
     embedding, the write to the KV cache, and the activation of a dense or shared MLP."""
     dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
     return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
-
-
-def small_kernel_s(gpu: GPU) -> float:
-    """Return what a small kernel takes in a CUDA graph: the GPU's, its sibling's, or H100's."""
-    seconds: dict[str, float] = _SMALL_KERNELS["seconds"]
-    return seconds.get(gpu.name) or seconds.get(gpu.sibling, seconds["H100"])
-
-
-_SMALL_KERNELS = shipped_json("small_kernels")
 
 
 def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
@@ -367,9 +336,7 @@ class Parts:
             more = self._more_kernels
             if more:
                 each = small_kernel_s(self.gpu)
-                origin += (
-                    f"; {more} more kernels of {1e6 * each:.2f} us: {_SMALL_KERNELS['source']}"
-                )
+                origin += f"; {more} more kernels of {1e6 * each:.2f} us: {SMALL_KERNELS['source']}"
             said = format.provenance_of("derived", origin)
             if self.model.qk_norm != "none" and more:
                 # Fused into the rotary kernel; by AISimulate 0.13's own estimate on H100.
@@ -534,7 +501,15 @@ class Parts:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
         def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
-            return [self._table(kind, self.model, shape=of, dtype=dtype) for kind in _ATTENTION]
+            found = [self._table(kind, self.model, shape=of, dtype=dtype) for kind in _ATTENTION]
+            if not format.has_projections(of) or found[1] is None:
+                return found
+            # A decode module with other projections: the attention in it is the same.
+            other = found[0] or self._table(_ATTENTION[0], self.model, shape=of)
+            if found[0] is None and other is not None:
+                of_others = f"{other.metadata.origin}, with {other.metadata.dtype} projections"
+                other = other.saying(provenance="derived", origin=of_others)
+            return [other, found[1]]
 
         if self.model.kv_cache_dtype == "bfloat16":
             return find(shape)
@@ -553,8 +528,12 @@ class Parts:
         if table.metadata.kind == "attention_prefill":
             tokens = tokens * columns["new_tokens"]
         linears = np.zeros_like(tokens)
+        dtype: Any = table.metadata.dtype
+        if dtype not in self.gemms:
+            gemm = self._table("gemm", dtype=dtype)
+            self.gemms[dtype] = None if gemm is None else GemmLatency.from_table(gemm)
         for n, k in [*self.model.attention_linears(), *self.model.index_linears]:
-            linears += self._matrix_s(n, k, tokens, self.model.linear_dtype)
+            linears += self._matrix_s(n, k, tokens, dtype)
         left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
         return format.LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
@@ -590,23 +569,13 @@ class Parts:
         return total + model.n_moe_layers * self._gate_s(rows) + self._elementwise_s(rows)
 
     def _gate_s(self, rows: Floats) -> Floats:
-        """The gate of a MoE layer. Of float32 it takes cuBLAS's kernels for few columns, whose
-        blocks go through all rows of a matrix one after the other: as measured on GB200."""
-        model, engine = self.model, self.engine
-        seconds = self._matrix_s(model.n_experts, model.hidden_size, rows)
-        if not model.float32_gate:
+        """The gate of a MoE layer; of float32 no less than what engines take for it."""
+        seconds = self._matrix_s(self.model.n_experts, self.model.hidden_size, rows)
+        if not self.model.float32_gate:
             return seconds
-        old = _FLOAT32_GATES.get(engine.name, "")
-        if engine.version and version_numbers(engine.version) < version_numbers(old):
-            kernel = "float32"
-        else:
-            kernel = "bf16x3" if engine.name == "vllm" else "tf32"
-        taken = 1e-6 * np.array(_ROUTER["microseconds"][kernel])
-        slow = moe_latency.interpolate(rows, np.array(_ROUTER["tokens"], float), taken)
-        slow = slow * model.hidden_size / _ROUTER["hidden_size"]
-        if kernel != "bf16x3":  # a kernel converts the tokens first (vllm-project/vllm 38445)
-            slow = slow + small_kernel_s(self.gpu)
-        self.provenance["gate"] = format.provenance_of("derived", _ROUTER["source"], kernel)
+        slow, self.provenance["gate"] = float32_gate_s(
+            self.gpu, self.model.hidden_size, rows, self.engine
+        )
         return np.where(rows > 0, np.maximum(slow, seconds), 0.0)
 
     def _elementwise_s(self, rows: Floats) -> Floats:

@@ -13,9 +13,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.hf_config.fields import read_config
 from eldr_sim.kernel_profiles.hf_config.keys import NEUTRAL
 from eldr_sim.kernel_profiles.kernels.flops import prefill_flops
+from eldr_sim.kernel_profiles.kernels.small_kernels import residual_bytes
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.steps.parts import residual_bytes
 
 from ..on_each import on_each
 from ..paths import SHARED

@@ -18,8 +18,9 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     PrefillAttention,
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
+from eldr_sim.kernel_profiles.kernels.small_kernels import small_kernel_s
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone, small_kernel_s
+from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
@@ -386,7 +387,7 @@ def test_fp8_linear_layers_take_their_own_table():
     assert grown == pytest.approx(dims.n_layers * len(dims.attention_linears()) * 2e-3)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("DeepSeek-V3", 128), ("Kimi-K2.5", 64)])
+@pytest.mark.parametrize(("name", "heads"), [("DeepSeek-V3", 128)])
 def test_mla_takes_what_its_modules_were_measured_to_take(name, heads):
     """Projections are priced beside attention; together they are the module's rows."""
     model, dims = _build(name, "H200", max_num_seqs=256, max_model_len=9000), load_model(name)

@@ -1,0 +1,70 @@
+"""Small kernels of a step, and gates of float32: times where no table stands for them."""
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.arrays import Floats
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.shipped_data import shipped_json
+from eldr_sim.kernel_profiles.tables import format
+from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
+
+SMALL_KERNELS = shipped_json("small_kernels")
+_ROUTER = shipped_json("router_gemm")
+_FLOAT32_GATES = {"vllm": "0.29", "sglang": "0.5.11"}
+"""Versions since which gates of float32 run on tensor cores (vllm-project/vllm pull request 55899,
+September 2026; sgl-project/sglang 22744, April 2026, which says what a gate took before: 9.1% of a
+step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
+
+
+def elementwise_bytes(model: ModelDims) -> int:
+    """Bytes that a layer's norms, rotary embedding and KV writes move a token (MLA: in its
+    module)."""
+    heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
+    return 4 * (4 * model.hidden_size + heads * model.head_dim)
+
+
+def residual_bytes(model: ModelDims) -> float:
+    """Bytes that a token moves through residuals that are more than one stream, of all layers.
+
+    Hyper-connections read all streams before attention or MLP, and read, mix and write them after
+    it; attention residuals read the sums of the blocks of layers before, half of them on average
+    (Kimi-K3)."""
+    sites = 2 * model.n_layers - model.n_bare_layers
+    vectors = 0.0
+    if model.hyper_connections:
+        vectors = 3 * model.hyper_connections + 2
+    elif model.residual_block:
+        vectors = 2 + model.n_layers / model.residual_block / 2
+    return 2.0 * model.hidden_size * sites * vectors
+
+
+def small_kernel_s(gpu: GPU) -> float:
+    """Return what a small kernel takes in a CUDA graph: the GPU's, its sibling's, or H100's."""
+    seconds: dict[str, float] = SMALL_KERNELS["seconds"]
+    return seconds.get(gpu.name) or seconds.get(gpu.sibling, seconds["H100"])
+
+
+def float32_gate_s(
+    gpu: GPU, hidden_size: int, rows: Floats, engine: Engine
+) -> tuple[Floats, dict[str, Any]]:
+    """Return what a gate with float32 weights takes, and its provenance.
+
+    cuBLAS's kernels for few columns go through all rows of a matrix one after the other: times go
+    with the hidden size, as measured on GB200; tokens are converted first, in a separate kernel
+    (vllm-project/vllm pull request 38445)."""
+    old = _FLOAT32_GATES.get(engine.name, "")
+    if engine.version and version_numbers(engine.version) < version_numbers(old):
+        kernel = "float32"
+    else:
+        kernel = "bf16x3" if engine.name == "vllm" else "tf32"
+    tokens, taken = (
+        np.array(each, np.float64) for each in (_ROUTER["tokens"], _ROUTER["microseconds"][kernel])
+    )
+    seconds = 1e-6 * interpolate(rows, tokens, taken) * hidden_size / _ROUTER["hidden_size"]
+    if kernel != "bf16x3":
+        seconds = seconds + small_kernel_s(gpu)
+    return seconds, format.provenance_of("derived", _ROUTER["source"], kernel)
