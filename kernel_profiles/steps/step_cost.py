@@ -189,7 +189,9 @@ def step_parts(
 
 
 @njit()
-def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool) -> float:
+def launch_wait_s(
+    cost: StepCost, kernels_s: float, prompts: bool, again_s: float = 0.0
+) -> float:
     """Return how long the kernels of a step wait for the host.
 
     Without CUDA graphs the host launches the next kernel while the last one runs.
@@ -198,9 +200,12 @@ def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool) -> float:
         cost: tables of the engine.
         kernels_s: time of the kernels alone, s.
         prompts: whether the step holds prompts.
+        again_s: time of launching kernels again, such as those of further chunks, s.
 
     Returns:
         Seconds.
     """
     launch_s = cost.prompt_launch_s if prompts else cost.launch_s
+    if launch_s > 0.0:
+        launch_s += again_s
     return float(max(launch_s - kernels_s, 0.0))

@@ -153,7 +153,9 @@ class ExpertGroup(EngineGroup):
             parts = [(own, self.overlapped(busy, own, layers))]
             own_s = head + parts[0][0].slowest
             seconds = own_s + sum(float(each.sum()) for each in parts[0][1][:4])
-        seconds += self.cost.host_s + launch_wait_s(self.cost, seconds, prompts)
+        chunks = -(-most_tokens(busy) // (self.shared.chunk or most_tokens(busy)))
+        again_s = (chunks - 1) * self.shared.chunk_launch_s
+        seconds += self.cost.host_s + launch_wait_s(self.cost, seconds, prompts, again_s)
         slowdown = max(engine.slowdown for engine in self.engines)
         end = self.env.now + (seconds + self.engines[0].capture_s) * slowdown
         self.n_steps += 1
@@ -220,10 +222,7 @@ class ExpertGroup(EngineGroup):
     def overlapped(self, busy: dict[Worker, Batch], own: Own, layers: Layers) -> Layers:
         """Return layers with the dispatch and combine that computing does not hide: of half a
         layer nothing is, and computing slows beside them."""
-        tokens = max(
-            sum(s.tokens for s in batch) + sum(s.chunk for s in chunked)
-            for batch, chunked in busy.values()
-        )
+        tokens = most_tokens(busy)
         sent = float(layers.dispatch.sum() + layers.combine.sum())
         if not sent or not self.is_split(tokens, any(chunked for _, chunked in busy.values())):
             return layers
@@ -365,3 +364,11 @@ def ping_pong(stages: Sequence[tuple[Array, ...]]) -> float:
             for stage in range(4):
                 ready[j] = free[stage] = max(ready[j], free[stage]) + float(seconds[stage][layer])
     return free[3]
+
+
+def most_tokens(busy: dict[Worker, Batch]) -> int:
+    """Return the tokens of the engine that has most in a step."""
+    return max(
+        sum(s.tokens for s in batch) + sum(s.chunk for s in chunked)
+        for batch, chunked in busy.values()
+    )

@@ -16,6 +16,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import (
 )
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.parts import MOE_KERNELS
 from eldr_sim.kernel_profiles.tables.format import load_tables, weakest
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
@@ -60,6 +61,9 @@ def check_disaggregated(
     if pool.speculative_config is not None:
         problem = "drafts are not simulated with separate FFN GPUs"
         raise InputError("speculative_config", problem, "not given")
+    if pool.enforce_eager:
+        problem = "steps with separate FFN GPUs are simulated under graphs alone"
+        raise InputError("enforce_eager", problem, "not given")
     if moves:
         problem = "experts on separate FFN GPUs do not move"
         raise InputError("eplb_interval", problem, "not given")
@@ -78,9 +82,6 @@ def sharing(
 ) -> EngineSpec:
     """Return engines with what they share where they share experts, ``n_redundant`` among them."""
     pool = engine.own
-    if pool.enforce_eager:
-        problem = "steps of engines that share experts are simulated under graphs alone"
-        raise InputError("enforce_eager", problem, "not given")
     if steps.cudagraph_padding not in (None, "none"):
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
@@ -107,6 +108,7 @@ def sharing(
         }
         all_to_all = replace(all_to_all, provenance=derived)
     choice = _replica_choice(replica_choice, all_to_all, redundant > 0)
+    launch_s = engine.step_time.gpu.launch_s or 0.0
     if (parallelism.ffn_ranks or engine.elastic) and choice.number == group_state.ASKED:
         what = "groups that change their width" if engine.elastic else "micro-batches"
         problem = f"{replica_choice!r} chooses in Python, not for {what}"
@@ -131,6 +133,8 @@ def sharing(
         parallelism.ffn_ranks,
         cluster.micro_batches,
         *_split(steps.two_batch_overlap, engine, all_to_all),
+        # Each chunk launches the MoE kernels again, with its dispatch and combine.
+        chunk_launch_s=model.n_moe_layers * (MOE_KERNELS + 2) * launch_s,
     )
     return replace(engine, group=group, all_to_all=all_to_all, choice_provenance=choice.provenance)
 

@@ -81,6 +81,7 @@ def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
         split_decode=int(rng.choice([0, 0, 1, 3])),
         split_prompts=int(rng.choice([0, 0, 1, 6])),
         overlap_slowdown=float(rng.choice([1.0, 1.2])),
+        chunk_launch_s=1e-3 * float(rng.integers(3)),
     )
 
 

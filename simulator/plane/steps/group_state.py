@@ -59,6 +59,7 @@ class GroupCost(NamedTuple):
     split_decode: int = 0
     split_prompts: int = 0
     overlap_slowdown: float = 1.0  #: of computing while the other half is sent
+    chunk_launch_s: float = 0.0  #: of launching all layers' MoE kernels once more, for a chunk
     #: ``[2, pairs, slots + 1]``: what `rank_moe_s` says of whole pairs and experts, without and
     #: with prompts, as soon as somebody has asked; 0: nobody yet
     moe_s: NDArray[np.float64] = np.zeros((2, 0, 0))
