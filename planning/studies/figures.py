@@ -26,6 +26,9 @@ Row: TypeAlias = Mapping[str, Any]
 
 #: The value of a unit that means no effect; in others a value has no direction of its own.
 _NEUTRAL = {"%": 0.0, "points": 0.0, "x": 1.0}
+#: Distances at which sizes agree in spite of more than a fifth of the effect: the scatter of p99
+#: between repeated runs (studies/eldr_measured), and the digits that ratios are printed with.
+_SCATTER = {"%": 3.0, "points": 3.0, "x": 0.06}
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Claim:
     high: float
     ours: float | None  #: our value; None if not available
     unit: str = "%"  #: unit of all three
-    tolerance: float = 1.0  #: largest distance of ``ours`` from the range at which the sizes agree
+    tolerance: float = 1.0  #: largest distance of ``ours`` from the range at which the sizes agree;
+    #: no more of it counts than :attr:`size` says
     reason: str = ""  #: measured reason for a difference or a missing value; may be empty
     #: Whether the paper states the range; False if we read it from a picture or from words.
     stated: bool = True
@@ -54,6 +58,10 @@ class Claim:
     trend: bool = False
 
     @property
+    def _neutral(self) -> float | None:
+        return _NEUTRAL.get(self.unit) if self.neutral == "by unit" else self.neutral
+
+    @property
     def direction(self) -> Literal["agrees", "no effect", "contradicts", "input", "-"]:
         """Whether our effect has the sign of the paper's. ``no effect``: ours is less than a tenth
         of the least that the paper claims, or its interval has the neutral value. A dash: the claim
@@ -61,7 +69,7 @@ class Claim:
         sign without its size."""
         if self.given:
             return "input"
-        neutral = _NEUTRAL.get(self.unit) if self.neutral == "by unit" else self.neutral
+        neutral = self._neutral
         if self.ours is None or neutral is None:
             return "-"
         low, high, ours = (value - neutral for value in (self.low, self.high, self.ours))
@@ -76,12 +84,16 @@ class Claim:
 
     @property
     def size(self) -> Literal["agrees", "differs", "input", "-"]:
-        """Whether our value lies in the paper's range, within the tolerance."""
+        """Whether our value lies in the paper's range, within the tolerance, of which no more
+        counts than a fifth of the paper's effect or the scatter of repeated runs."""
         if self.given:
             return "input"
         if self.ours is None:
             return "-"
-        within = self.low - self.tolerance <= self.ours <= self.high + self.tolerance
+        neutral = self._neutral or 0.0
+        effect = max(abs(self.low - neutral), abs(self.high - neutral))
+        allowed = min(self.tolerance, max(0.2 * effect, _SCATTER.get(self.unit, 0.0)))
+        within = self.low - allowed <= self.ours <= self.high + allowed
         return "agrees" if within else "differs"
 
 

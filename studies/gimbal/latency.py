@@ -97,7 +97,8 @@ def by_rate(name: str, experiment: settings.Experiment, rows: Rows, metric: str)
     )  # fmt: skip
     claims.append(
         Claim("the advantage grows with load: change at the knee less that at 0.71 of it", -20.0,
-              -0.5, high - low, tolerance=0.0, reason=f"{low:+.1f} and {high:+.1f}", stated=False)
+              -0.5, high - low, tolerance=0.0, reason=f"{low:+.1f} and {high:+.1f}", stated=False,
+              trend=True)
     )  # fmt: skip
     if metric == settings.TTFT:
         knee = experiment.knee(experiment.scale.shapes[0])

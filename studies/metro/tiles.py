@@ -111,8 +111,9 @@ def tiles(case: Case, n_batches: int) -> Reproduction:
     gain = paired_percent(times[CHARGED], times["EPLB"])
     claims.append(
         Claim("TPOT of a decode step at 1.5x falls by, under these default tiles", -12.9, -12.9,
-              gain.mean, tolerance=4.3, interval=gain[1:],
-              reason=f"EPLB's layer takes {ours * scale:.0f} us; by our table {ours:.0f}")
+              gain.mean, interval=gain[1:],
+              reason=f"EPLB's layer takes {ours * scale:.0f} us; by our table {ours:.0f}; at the "
+              "paper's time of a layer a step gains 12.2%")
     )  # fmt: skip
     draw = bars(rows, ("gpu", "ratio"), "layer_us", "choice")
     return Reproduction("tiles", "MoE layer on A100 under default tiles", rows, claims, draw)

@@ -178,7 +178,8 @@ def _scaling(rows: Sequence[dict[str, Any]]) -> list[Claim]:
               min(up.values()), "x", 0.1, said, stated=False, neutral=None),
         Claim("H100 FP8: the router's gain at 8 less at 2 GPUs (grows)", 1.0, 18.0,
               gains[8] - gains[2], "points", 1.0,
-              ", ".join(f"{n} GPUs {gain:+.1f}%" for n, gain in gains.items()), stated=False),
+              ", ".join(f"{n} GPUs {gain:+.1f}%" for n, gain in gains.items()), stated=False,
+              trend=True),
     ]  # fmt: skip
 
 
@@ -266,7 +267,7 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         )  # fmt: skip
     more = own[H100_FP8.name].mean - own["H100 BF16"].mean
     statement = "H100: the router's gain in FP8 less in BF16"
-    claims.append(Claim(statement, 1.0, 1.0, more, "points", 1.0))
+    claims.append(Claim(statement, 1.0, 1.0, more, "points", 1.0, trend=True))
 
     shown = [row for row in _means(rows) if row["cell"] == H100_FP8.name]
     draw = bars(shown, "sharing", "tokens_per_s", "system", title=H100_FP8.name)
@@ -391,7 +392,7 @@ def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
               "GPUs", 0.0),
         Claim("DP+EP, short: MFU at 4 over 8 GPUs", 1.90, 1.90, dispatched[0] / dispatched[1],
               "x", 0.1, f"{dispatched[0]:.1f} and {dispatched[1]:.1f}%; bytes explain "
-              f"no more; PP+PP {first_pp[0]:.1f} and {first_pp[1]:.1f}%"),
+              f"no more; PP+PP {first_pp[0]:.1f} and {first_pp[1]:.1f}%", trend=True),
         Claim("best baseline, 8 GPUs (paper: TP+TP at 128K)", 20.09, 20.09, eight[top], "%", 1.0,
               f"{top}; PP+PP short {first_pp[1]:.1f}%. 29.84 / 1.29 is 23.1%, above the paper's "
               "own 20.09%", neutral=None),

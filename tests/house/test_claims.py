@@ -93,6 +93,9 @@ def test_an_input_is_one_by_code(row):
         ({"role": "trend", "ours": "-70"}, "size differs"),
         ({"role": "trend", "ours": "3"}, "contradicts"),
         ({"role": "trend", "ours": "-0.4"}, "no effect"),
+        ({"tolerance": "5", "ours": "-13.1"}, "direction agrees"),  # 3 points count, no more
+        ({"unit": "s", "low": "2", "high": "2", "tolerance": "1", "ours": "1.5"}, "size differs"),
+        ({"unit": "s", "low": "2", "high": "2", "tolerance": "1", "ours": "1.7"}, "agrees"),
         ({"tolerance": "", "ours": "3"}, "-"),
         ({"role": "error", "low": "0", "high": "5", "ours": "4"}, "met"),
         ({"role": "error", "low": "0", "high": "5", "ours": "6", "noise": "7"}, "within the noise"),
