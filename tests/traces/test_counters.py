@@ -1,6 +1,7 @@
 """Counters of experts: each format gives the same loads, and what is wrong is named."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.imports.counters import read_counters
 
+DUMPS = Path(__file__).parent / "data" / "counters"
 COUNTS = np.arange(24, dtype=float).reshape(2, 3, 4)  # windows, layers, experts
 
 
@@ -52,6 +54,15 @@ def test_every_format_gives_the_same_loads(tmp_path, kind):
     np.testing.assert_array_equal(found.counts, COUNTS)
 
 
+@pytest.mark.parametrize("files", [["stat"], ["per_pass_0", "per_pass_1"]])
+def test_dumps_that_torch_saved_give_the_same_loads(files):
+    """Of torch 2.13, with the fields of SGLang's recorder: a buffer of 5 steps, 2 of them served, a
+    dense layer 0, copies of experts 0 and 1, and half of a pass's tokens a rank."""
+    found = read_counters([DUMPS / f"{name}.pt" for name in files])
+    assert (found.of, found.source) == ("experts", "SGLang's recorder")
+    np.testing.assert_array_equal(found.counts, COUNTS)
+
+
 def test_a_counter_that_fell_began_again(tmp_path):
     for name, value in (("a", 10), ("b", 4)):
         lines = f'c{{layer="0",rank="0"}} {value}\nc{{layer="0",rank="1"}} {2 * value}'
@@ -72,11 +83,16 @@ def test_buckets_of_sglang_are_ranks(tmp_path):
 
 def test_logs_have_the_balance(tmp_path):
     (tmp_path / "vllm.log").write_text(
-        "INFO start\nEPLB step: avg_tokens=100.00, max_tokens=200, balancedness=0.5000\n"
-        "EPLB step: 7 for model m: avg_tokens=0.00, max_tokens=0, balancedness=0.0000\n"
+        "INFO start\n(EngineCore_DP0 pid=9) INFO 11-29 10:00:00 [eplb_state.py:626] EPLB step: 6 "
+        "for model m: avg_tokens=100.00, max_tokens=200, balancedness=0.5000, steps until the next "
+        "rearrangement: 94\nEPLB step: 7 for model m: avg_tokens=0.00, max_tokens=0, "
+        "balancedness=0.0000, steps until the next rearrangement: 93\n"
+        "Rearranging experts sync mode ...\n"
     )
     (tmp_path / "sglang.log").write_text(
-        "[Expert Balancedness] forward_pass_id=3 current_pass_balancedness=0.8 gpu_physical=1\n"
+        "[Expert Balancedness] forward_pass_id=3 current_pass_balancedness=0.800 "
+        "last_10_average_balancedness=0.750 last_100_average_balancedness=0.700 "
+        "gpu_physical_count_sum=4096\n"
     )
     assert read_counters([tmp_path / "vllm.log"]).balancedness.tolist() == [0.5]
     assert read_counters([tmp_path / "sglang.log"]).balancedness.tolist() == [0.8]
@@ -100,6 +116,13 @@ def test_logs_have_the_balance(tmp_path):
         ("layer,expert,count\n0,0,1\n0,x,1", "line 3: not numbers"),
         ("layer,count\n0,1", "columns layer, count"),
         ("ok\nEPLB step: what now", "line 2: no balancedness"),
+        (
+            "EPLB step: 1 for model a: avg_tokens=1.0, max_tokens=2\n"
+            "EPLB step: 1 for model b: avg_tokens=1.0, max_tokens=2",
+            "lines of several models: a, b",
+        ),
+        ('{"records": [{"forward_pass_id": 1}], "last_physical_to_logical_map": [[0]]}', "records"),
+        ('{"records": [], "last_physical_to_logical_map": [[0]]}', "no passes"),
         ("EPLB step: avg_tokens=3.0, max_tokens=2", "above max_tokens"),
     ],
 )

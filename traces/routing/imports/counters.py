@@ -1,13 +1,15 @@
 """Counters of experts, as engines and monitoring export them: loads without single tokens.
 
-Read are the files that SGLang's expert distribution recorder dumps (``logical_count`` of a ``.pt``
-file or of JSON), Prometheus counters with labels for the layer and the expert or rank (scrapes in
-text, or the JSON of ``query_range``), SGLang's histogram ``eplb_gpu_physical_count`` with ranks as
-buckets, CSV files, and the lines on balancedness in the logs of vLLM's EPLB and of SGLang."""
+Read are the files that SGLang's expert distribution recorder dumps (``logical_count`` of the modes
+``stat`` and ``stat_approx``, ``records`` of ``per_pass`` and ``per_token``), Prometheus counters
+with labels for the layer and the expert or rank (scrapes in text, or the JSON of ``query_range``),
+SGLang's histogram ``eplb_gpu_physical_count`` with ranks as buckets, CSV files, and the lines on
+balancedness in the logs of vLLM's EPLB and of SGLang."""
 
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from eldr_sim.traces.routing.counters import Counters, CountOf
 from eldr_sim.traces.routing.imports.dumps import is_torch_file, load_tensors
 
 FORMATS = (
-    "an SGLang dump (.pt, or JSON with logical_count), Prometheus counters with labels layer and "
+    "a dump of SGLang's recorder (.pt or JSON), Prometheus counters with labels layer and "
     "expert or rank (text or query_range JSON), a CSV with columns layer, expert or rank, count, "
     "or a log with vLLM's 'EPLB step' or SGLang's '[Expert Balancedness]' lines"
 )
@@ -31,10 +33,13 @@ _OF: dict[CountOf, tuple[str, ...]] = {
 }
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_VLLM = re.compile(r"avg_tokens=([\d.]+), max_tokens=([\d.]+)")
+_VLLM = re.compile(r"(?:for model (\S+): )?avg_tokens=([\d.]+), max_tokens=([\d.]+)")
 _SGLANG = re.compile(r"current_pass_balancedness=([\d.]+)")
 
 
+_RECORDER = "SGLang's recorder"
+#: Loads of logical experts, [layers, experts], by forward pass, of one rank.
+_Passes = Mapping[int, Floats]
 #: Samples of a counter: (layer, expert or rank) to its value.
 _Scrape = Mapping[tuple[int, int], float]
 
@@ -50,7 +55,10 @@ def read_counters(paths: Sequence[Path]) -> Counters:
 
     Raises:
         InputError: a file has another format, a line is not valid, or files do not fit together."""
-    parts = [_read(path) for path in paths]
+    read = [_read(path) for path in paths]
+    parts = [part for part in read if isinstance(part, Counters)]
+    if passes := [part for part in read if not isinstance(part, Counters)]:
+        parts.append(_whole(_of_passes(passes, str(paths[0])), str(paths[0]), _RECORDER, "experts"))
     kinds = {(part.source, part.of, part.counts.shape[1:]) for part in parts}
     if len(kinds) != 1:
         problem = "files of several formats or sizes: " + "; ".join(
@@ -67,17 +75,17 @@ def read_counters(paths: Sequence[Path]) -> Counters:
     return Counters(counts, parts[0].of, balance, parts[0].source)
 
 
-def _read(path: Path) -> Counters:
+def _read(path: Path) -> Counters | _Passes:
     where = str(path)
     if is_torch_file(path):
         return _sglang(load_tensors(path), where)
     text = read_text(path, "counters")
     if text.lstrip()[:1] == "{" and '"' in text[:200]:
         data = parse_json(text, where)
-        if isinstance(data, dict) and "logical_count" in data:
+        if isinstance(data, dict) and ({"logical_count", "records"} & set(data)):
             return _sglang(data, where)
         return _query_range(data, where)
-    if _VLLM.search(text) or _SGLANG.search(text) or "EPLB step" in text:
+    if _VLLM.search(text) or _SGLANG.search(text) or "EPLB step:" in text:
         return _log(text, where)
     first = next((line for line in text.splitlines() if line.strip()), "")
     if "," in first and "{" not in first and not first.startswith("#"):
@@ -100,19 +108,58 @@ def _whole(counts: Any, where: str, source: str, of: CountOf) -> Counters:
     return Counters(found, of, np.empty(0), source)
 
 
-def _sglang(data: Any, where: str) -> Counters:
+def _sglang(data: Any, where: str) -> Counters | _Passes:
+    """Read a dump: of all ranks and by step (``stat``), or of one rank and by pass."""
+    if isinstance(data, dict) and "records" in data:
+        return _passes(data, where)
     if not isinstance(data, dict) or "logical_count" not in data:
-        known = "a dump of the mode stat, stat_approx or per_pass"
-        raise InputError(where, "no logical_count in it", known)
-    return _whole(data["logical_count"], where, "SGLang's recorder", "experts")
+        raise InputError(where, "no logical_count and no records in it", "a dump of the recorder")
+    found = _whole(data["logical_count"], where, _RECORDER, "experts")
+    return replace(found, counts=_served(found.counts))
+
+
+def _passes(data: Mapping[str, Any], where: str) -> _Passes:
+    """Read the passes of a rank, physical experts as logical ones by the dump's map."""
+    found: dict[int, Floats] = {}
+    try:
+        logical = np.asarray(data["last_physical_to_logical_map"], dtype=np.int64)
+        for record in data["records"]:
+            counts = np.asarray(record["global_physical_count"], dtype=np.float64)
+            if counts.shape != logical.shape:
+                raise ValueError
+            own = found.setdefault(
+                int(record["forward_pass_id"]), np.zeros((len(counts), int(logical.max()) + 1))
+            )
+            np.add.at(own, (np.arange(len(counts))[:, None], logical), counts)
+    except (KeyError, TypeError, ValueError, IndexError):
+        problem = "records without forward_pass_id and global_physical_count, or of another map"
+        raise InputError(where, problem, "a dump of the mode per_pass or per_token") from None
+    return found
+
+
+def _of_passes(ranks: Sequence[_Passes], where: str) -> Floats:
+    """Return the sum over ranks by pass, [windows, layers, experts]."""
+    shapes = {own.shape for passes in ranks for own in passes.values()}
+    if len(shapes) != 1:
+        raise InputError(where, "no passes, or passes of several sizes", "dumps of one engine")
+    known = sorted({number for passes in ranks for number in passes})
+    nothing = np.zeros(shapes.pop())
+    return _served(np.array([sum((p.get(n, nothing) for p in ranks), nothing) for n in known]))
+
+
+def _served(counts: Floats) -> Floats:
+    """Leave out steps without tokens (of a buffer that is not full) and dense layers."""
+    own = counts[counts.any(axis=(1, 2))][:, counts.any(axis=(0, 2))]
+    return own if own.size else counts
 
 
 def _log(text: str, where: str) -> Counters:
     """Read mean over greatest load from each line that has it."""
-    found = []
+    found, models = [], dict[str, None]()
     for number, line in enumerate(text.splitlines(), 1):
         if vllm := _VLLM.search(line):
-            mean, most = map(float, vllm.groups())
+            models |= {vllm[1] or "": None}
+            mean, most = float(vllm[2]), float(vllm[3])
             if mean > most:
                 problem = f"line {number}: avg_tokens {mean:g} is above max_tokens {most:g}"
                 raise InputError(where, problem)
@@ -120,8 +167,10 @@ def _log(text: str, where: str) -> Counters:
                 found.append(mean / most)
         elif sglang := _SGLANG.search(line):
             found.append(float(sglang[1]))
-        elif "EPLB step" in line or "current_pass_balancedness" in line:
+        elif "EPLB step:" in line or "current_pass_balancedness" in line:
             raise InputError(where, f"line {number}: no balancedness in {line.strip()[:60]!r}")
+    if len(models) > 1:  # such as a drafter's
+        raise InputError(where, f"lines of several models: {', '.join(models)}", "those of one")
     return Counters(np.empty((0, 0, 0)), "ranks", np.array(found), "a log of balancedness")
 
 
