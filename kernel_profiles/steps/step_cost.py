@@ -189,9 +189,7 @@ def step_parts(
 
 
 @njit()
-def launch_wait_s(
-    cost: StepCost, kernels_s: float, prompts: bool, again_s: float = 0.0
-) -> float:
+def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool, again_s: float = 0.0) -> float:
     """Return how long the kernels of a step wait for the host.
 
     Without CUDA graphs the host launches the next kernel while the last one runs.
