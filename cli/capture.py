@@ -36,7 +36,9 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         check_options(about["out"], about["force"], about["calibration_fraction"])
         return function(about=about, **options)
 
-    share = "Share of each domain's requests, without a split, that calibrate policies, 0 to 1."
+    share = (
+        "Share of each domain's requests that calibrate policies, 0 to 1, if the log has no split."
+    )
     key = "Key of the domain label in a line of the JSONL file."
     decorated: Callable[..., Any] = together(
         option("--out", Path, "Folder of the routing trace to write.", required=True),
@@ -77,7 +79,7 @@ _generation_options = together(
     option(
         "--dtype",
         ["auto", "float32", "bfloat16", "float16"],
-        "Type of the weights; auto takes the checkpoint's.",
+        "Data type of the weights; auto: the checkpoint's.",
         default="auto",
     ),
 )
@@ -85,7 +87,7 @@ _generation_options = together(
 
 @capture.command()
 @_generation_options
-@option("--batch-size", int, "Prompts that are generated together.", default=8)
+@option("--batch-size", int, "Number of prompts generated together.", default=8)
 @option("--device", ["cpu", "cuda"], "Device that runs the model.", default="cpu")
 @option(
     "--gate-scores", bool, "Record the gate's scores, too, summed over each prompt (ELDR 4.2.3)."
@@ -142,7 +144,7 @@ def vllm(
         "or prompt (token ids).", required=True, metavar="FILE")  # fmt: skip
 @_trace_options
 def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str, Any]) -> None:
-    """Make a trace of what `vllm serve` logged into DIR, its ELDR_SIM_CAPTURE."""
+    """Make a trace from the logs of `vllm serve` in DIR, its ELDR_SIM_CAPTURE folder."""
     requests = read_prompts(requests_file, domain_field=domain_field, need_prompt=False)
     collected = collect(log, requests)
     _write(collected.captured, collected.prompts, collected.model, requests_file, **about)

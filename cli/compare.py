@@ -58,17 +58,18 @@ _OF_EXPERTS = ("domain", "eldr")
 
 
 @click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
-@option("--policy --policies policies", None, "Decode policies, with parameters as in "
-        "eldr:tau=0.2; once with a list, or repeated. round_robin is added as the reference where "
-        "it is missing.", multiple=True,
+@option("--policy --policies policies", None, "Decode policies to compare, with parameters as in "
+    "eldr:tau=0.2; a list, or repeat the option. round_robin is added as the reference.",
+    multiple=True,
         show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
         metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
 @option("--seeds", int, "Number of seeds, counted from --seed.", default=5)
 @jobs_option
-@option("--drafts", None, "Compare numbers of drafts of --speculative-config with 0, none, which "
-        "always runs, under the first policy.", metavar="N,N,...")  # fmt: skip
-@option("--concurrencies", None, "Requests in flight of --drafts.  [default: 1,4,16,64]",
+@option("--drafts", None, "Compare numbers of drafts of --speculative-config, under the first "
+    "policy; 0 (no drafts) is always included.", metavar="N,N,...")  # fmt: skip
+@option("--concurrencies", None, "Numbers of requests in flight at which --drafts compares.  "
+    "[default: 1,4,16,64]",
         metavar="N,N,...")  # fmt: skip
 @option("--vary axes", None, "Compare values of a field instead, under the first policy: "
         "topology=2C,1P1D, model=NAME,NAME-FP8, decode.gpu=H100,H200. Repeat for every "
@@ -78,7 +79,7 @@ _OF_EXPERTS = ("domain", "eldr")
         "beside the best fixed fleet.", multiple=True, metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @run_options(without=("policy", "autoscale"))
-@output("Write the figures.", "the comparison in --out", plot=True)
+@output("Folder for the comparison.", "the comparison in --out", plot=True)
 def compare(
     policies: tuple[str, ...],
     seeds: int,
@@ -131,7 +132,7 @@ def compare(
             click.echo(f"Wrote {out}")
         return
     if concurrencies is not None:
-        raise InputError("concurrencies", "without drafts to compare", "--drafts beside it")
+        raise InputError("concurrencies", "without drafts to compare", "together with --drafts")
     comparison = compared(policies, seeds, jobs, **options)
     _print(comparison)
     if out is not None:
@@ -180,7 +181,9 @@ def check_values(several: Mapping[str, object], asked: Mapping[str, object]) -> 
     """Raise InputError for another comparison beside one of values."""
     if beside := next((name for name in INSTEAD if asked.get(name)), None):
         field = INSTEAD[beside]
-        raise InputError(field, f"beside values of {', '.join(several)}", "one of the two")
+        raise InputError(
+            field, f"given together with values of {', '.join(several)}", "one of the two"
+        )
 
 
 def varied(texts: tuple[str, ...], options: dict[str, Any]) -> dict[str, list[Any]]:
@@ -219,7 +222,7 @@ def _drafts(
 
     given = config.requests.max_concurrency
     if given is not None and concurrencies is not None:
-        raise InputError("max_concurrency", "beside --concurrencies", "one of the two")
+        raise InputError("max_concurrency", "given together with --concurrencies", "one of the two")
     usual = "1,4,16,64" if given is None else str(given)
     wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or usual, "concurrencies")
     with progress_bar("comparing drafts") as update:
@@ -322,10 +325,10 @@ def _warn_of_requests(change: Change) -> None:
 @option("--set changes", None, 'A change, such as decode.gpu=h200; repeat for more, each alone '
         'against the base. Fields that belong together are one change: "topology=8P12D '
         'policy.tau=0.2".', multiple=True, metavar="FIELD=VALUE")  # fmt: skip
-@option("--together", bool, "Make all changes at once as well.")
+@option("--together", bool, "Also make all changes at once.")
 @option("--seeds", int, "Number of seeds, counted from the base run's.", default=5)
 @jobs_option
-@output("Write the figures.", "the result in --out")
+@output("Folder for the comparison.", "the result in --out")
 def what_if(
     base: Path,
     changes: tuple[str, ...],

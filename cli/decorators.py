@@ -137,7 +137,7 @@ def with_pictures(given: bool) -> bool:
 
 
 #: --plot of a command that writes a folder.
-plot_option = option("--plot", bool, "Draw pictures (PNG) into --out; needs [plot].",
+plot_option = option("--plot", bool, "Draw pictures (PNG) into --out; needs the extra [plot].",
                      section=OUTPUT,
                      callback=lambda _context, _option, given: with_pictures(given))  # fmt: skip
 

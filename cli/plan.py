@@ -45,24 +45,26 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
-@option("--slo", None, "Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once "
-        "with a list, or repeated. Required but with --prefill-only.", multiple=True,
+@option("--slo", None, "Objective of a good request, ms: ttft:500,tpot:30 (also e2el); a list, or "
+    "repeat the option. Required, except with --prefill-only.", multiple=True,
         metavar="METRIC:MS,...")  # fmt: skip
-@option("--attainment", float, "Share of the requests that must be good.", default=_ATTAINMENT)
+@option("--attainment", float, "Share of requests that must be good, 0 to 1.", default=_ATTAINMENT)
 @option("--gpu gpus", None, "GPUs to choose from.  [default: H100]", metavar="NAME,...",
         shell_complete=complete(gpu_names, "file", listed=True))  # fmt: skip
-@option("--policy --policies policies", None, "Decode policies to choose from; once with a list, "
-        "or repeated.", multiple=True, metavar="NAME,...",
+@option("--policy --policies policies", None, "Decode policies to choose from; a list, or repeat "
+    "the option.", multiple=True, metavar="NAME,...",
         shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
-@option("--max-gpus", int, "Most GPUs of a cluster.", default=_MAX_GPUS)
-@option("--price", None, "Price of a GPU-hour by GPU, $.", metavar="GPU=PRICE,...")
-@option(f"{TENSOR_PARALLEL_SIZE} sizes", None, "GPUs of a worker to choose from, for each pool.  "
+@option("--max-gpus", int, "Maximum number of GPUs of a cluster.", default=_MAX_GPUS)
+@option("--price", None, "Price of a GPU-hour by GPU, dollars: h100=2.5.", metavar="GPU=PRICE,...")
+@option(f"{TENSOR_PARALLEL_SIZE} sizes", None, "Numbers of GPUs per worker to choose from, for "
+    "each pool.  "
         "[default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
-@option("--data-parallel-size -dp --dp engines", None, "Engines of a worker to choose from, for "
-        "each pool; they share experts.  [default: 1; of MLA and large MoE models 1 and 8]",
+@option("--data-parallel-size -dp --dp engines", None, "Numbers of engines per worker, which "
+    "share experts, to choose from, for each pool.  [default: 1; MLA and large MoE models: 1 and "
+    "8]",
         metavar="N,...")  # fmt: skip
-@option("--ffn-ranks", None, "GPUs beside the engines of a decode worker that hold its experts, to "
-        "choose from.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
+@option("--ffn-ranks", None, "Numbers of separate GPUs for the experts of a decode worker to "
+    "choose from.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
 @option("--num-redundant-experts redundant", None, "Numbers of redundant experts to choose from, "
         "where engines share experts.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
 @option("--drafts", None, "Numbers of drafts of --speculative-config to choose from, 0 for none.",
@@ -70,15 +72,16 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option("--vary axes", None, "Another field of a run, with values to choose from: "
         "all2all_backend=deepep_ll,pplx. Repeat for more: every combination is searched.",
         multiple=True, metavar="FIELD=VALUE,...")  # fmt: skip
-@option("--prefill-only", bool, "Plan prefill workers alone: strategy, token budget, chunks. "
+@option("--prefill-only", bool, "Plan prefill workers alone: their strategy, token budget and "
+    "chunks. "
         "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
-@option("--strategy strategies", None, "How GPUs of such a worker may share the model: "
-        "async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...",
+@option("--strategy strategies", None, "With --prefill-only: ways to spread the model over the "
+    "GPUs of a worker: async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...",
         common=False)  # fmt: skip
-@option("--topology", None, "Find the highest rate of this cluster instead; with --load, the most "
-        "workers of a fleet.", metavar="xPyD")  # fmt: skip
-@option("--autoscale autoscalers", None, "Autoscalers to choose from for a load that changes "
-        "(--load, or a log).", multiple=True, show_default="all that know no future",
+@option("--topology", None, "Find the highest rate of this cluster instead; with --load: the "
+    "maximum number of workers.", metavar="xPyD")  # fmt: skip
+@option("--autoscale autoscalers", None, "Autoscalers to choose from, for a changing load "
+    "(--load, or a log).", multiple=True, show_default="all without knowledge of the future",
         metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
@@ -89,12 +92,14 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
     "With --gpus: ablation of each choice, alone and beside the others.",
     common=False,
 )
-@option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
+@option("--why-not", None, "Explain why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
         "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
         metavar="xPyD:SIZES", common=False)  # fmt: skip
 @option("--sensitivity", bool, "Report which inputs would change the answer if 10% off.",
         common=False)  # fmt: skip
-@option("--seeds", int, "Most seeds per cluster; fewer if they suffice.", default=8)
+@option(
+    "--seeds", int, "Maximum number of seeds per cluster; fewer are run if they suffice.", default=8
+)
 @jobs_option
 @run_options(
     without=(
@@ -102,13 +107,18 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "data_parallel_size", "num_redundant_experts", "preset", "autoscale",
     )
 )  # fmt: skip
-@option("--out", Path, "Write the plan. Ended runs are kept beside it until then.", section=OUTPUT)
-@option("--resume", bool, "Go on with the runs of an interrupted plan for --out.", section=OUTPUT)
-@option("--emit", Path, "Write what launches the answer: vLLM, SGLang, TensorRT-LLM, llm-d, "
-        "Dynamo, a benchmark.", section=OUTPUT)  # fmt: skip
+@option(
+    "--out",
+    Path,
+    "Folder for the plan; completed runs are kept beside it until then.",
+    section=OUTPUT,
+)
+@option("--resume", bool, "Continue an interrupted plan for --out.", section=OUTPUT)
+@option("--emit", Path, "Folder for files that launch the answer: vLLM, SGLang, TensorRT-LLM, "
+    "llm-d, Dynamo, a benchmark.", section=OUTPUT)  # fmt: skip
 @option("--force", bool, "Replace the plan in --out, the files in --emit.", section=OUTPUT)
 @plot_option
-@option("--verbose", bool, "Print what became of every shape of clusters.", section=OUTPUT)
+@option("--verbose", bool, "Print the verdict on every cluster shape.", section=OUTPUT)
 def plan(
     out: Path | None,
     resume: bool,
@@ -128,7 +138,7 @@ def plan(
 
     day = bool(options["autoscalers"] or options["load"])
     if verbose and (not options["slo"] or day or (options["topology"] or options["n_gpus"])):
-        raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
+        raise InputError("verbose", "no cluster shapes are searched", "without --verbose")
     check_out(out, force and (out is not None or emit is None), MARKER)
     if emit is not None:
         from eldr_sim.planning.launch.files import MARKER as LAUNCHES
@@ -137,10 +147,10 @@ def plan(
 
         if options["prefill_only"] or day:
             what = "fleets that change" if day else "prefill workers alone"
-            raise InputError("emit", f"{what} are not launched", "none")
+            raise InputError("emit", f"{what} have no launch files", "none")
         topology = options["topology"]
         if topology and any(pool.ffn_ranks for pool in pools_of(topology).root.values()):
-            raise InputError("emit", f"{topology} is not launched", "xPyD or xC")
+            raise InputError("emit", f"{topology} has no launch files", "xPyD or xC")
         if any(_integers("ffn_ranks", options["ffn_ranks"])):
             problem = "decode workers with separate FFN GPUs are not launched"
             raise InputError("emit", problem, "none beside --ffn-ranks")
@@ -150,7 +160,9 @@ def plan(
             raise InputError("emit", error.problem, error.allowed) from None
     extras = plot_extras(plot, out)
     if resume and out is None:
-        raise InputError("resume", "no plan is kept without --out", "--out DIR beside it")
+        raise InputError(
+            "resume", "there is no plan to continue without --out", "together with --out DIR"
+        )
     with kept_runs(out, resume, "plan") as journal:
         answer = planned(**options, journal=journal)
         if out is not None:
@@ -233,13 +245,15 @@ def planned(
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     for field, about in (("why_not", asked.why_not), ("sensitivity", asked.sensitivity)):
         if about and (not is_search or asked.prefill_only):
-            raise InputError(field, "no cheapest cluster is searched", "--slo, --request-rate")
+            raise InputError(
+                field, "there is no search for the cheapest cluster", "--slo, --request-rate"
+            )
     for cluster in asked.why_not:  # before anything is prepared
         named(cluster)
     names = _list(asked.strategies)
     decoders = served(config, [name for text in asked.policies for name in split(text)])
     if objective is None and decoders:
-        raise InputError("policy", "prefill workers alone decode nothing")
+        raise InputError("policy", "prefill workers alone do not decode")
     space = Space(
         config, decoders, _list(asked.gpus), asked.max_gpus, _prices(asked.price), sizes, groups,
         _integers("ffn_ranks", asked.ffn_ranks), names, axes,
@@ -261,15 +275,17 @@ def planned(
 def _check_question(asked: _Asked, rate: object, day: bool) -> None:
     """Raise InputError for options that ask two questions at once."""
     if not asked.slo and asked.attainment != _ATTAINMENT:
-        raise InputError("attainment", "nothing is attained without a service level", "--slo")
+        raise InputError("attainment", "there is no objective to attain", "--slo")
     if asked.max_gpus != _MAX_GPUS and asked.cluster_is_given:
         beside = "--gpus" if asked.topology is None else "--topology"
-        raise InputError("max_gpus", f"beside {beside}, which says how many GPUs there are", "none")
+        raise InputError(
+            "max_gpus", f"given together with {beside}, which says how many GPUs there are", "none"
+        )
     if asked.n_gpus is not None and (asked.topology is not None or rate is not None):
         other = "--request-rate" if asked.topology is None else "--topology"
         raise InputError("gpus", f"together with {other}", "one of the two")
     if asked.knobs and asked.n_gpus is None:
-        raise InputError("knobs", "no GPUs are split", "--gpus N beside it")
+        raise InputError("knobs", "there is no split of GPUs to search", "together with --gpus N")
     if asked.n_gpus is not None and asked.prefill_only:
         raise InputError("gpus", "together with --prefill-only", "one of the two")
     if day and (asked.n_gpus is not None or asked.prefill_only):
@@ -281,12 +297,12 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
     if asked.topology is not None and asked.prefill_only:
         raise InputError("prefill_only", "together with --topology", "one of the two")
     if not asked.slo and rate is not None:
-        raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+        raise InputError("request_rate", "without --slo, all prompts arrive at once", "--slo")
     if asked.ffn_ranks and (day or asked.prefill_only or asked.topology is not None):
         problem = "no shapes of decode workers are searched"
         raise InputError("ffn_ranks", problem, "--slo with --request-rate or --gpus")
     if asked.strategies and not asked.prefill_only:
-        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
+        raise InputError("strategy", "applies only to prefill workers alone", "--prefill-only")
     if asked.engines and asked.prefill_only:
         raise InputError("data_parallel_size", "prefill workers alone have --strategy", "none")
 
@@ -297,7 +313,7 @@ def _worker_sizes(asked: _Asked) -> list[list[int]]:
     for field, text in given.items():
         numbers = _integers(field, text)
         if len(set(numbers)) < len(numbers):
-            raise InputError(field, f"{text} names one twice")
+            raise InputError(field, f"{text} names a value twice")
         if min(numbers, default=1) < 1:
             raise InputError(field, str(text), "1 or more")
         if asked.topology is not None and len(numbers) > 1:

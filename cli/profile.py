@@ -65,7 +65,7 @@ def profile(
         _front_end(frontend, text, out)
         return
     if text is not None:
-        raise InputError("text", "it is for the front end", "--frontend beside it")
+        raise InputError("text", "applies only to the front end", "together with --frontend")
     from eldr_sim.kernel_profiles.profile import session
     from eldr_sim.kernel_profiles.profile.device import open_device
     from eldr_sim.kernel_profiles.profile.measurement_plan import PARTS, Target

@@ -27,24 +27,24 @@ def _today() -> str:
 
 @click.command()
 @option("--out", Path, "Folder of the predictions; those already in it are kept.")
-@option("--of parts", ["launches", "aiconfigurator"], "Rows with their launch lines, or those of "
-        "aiconfigurator-core. Both by default, where it is installed.", multiple=True)  # fmt: skip
-@option("--rows", _READ, "Other rows with launch lines, with the columns of "
-        "validation/published/rows/runs.csv; measured ones may be empty.",
+@option("--of parts", ["launches", "aiconfigurator"], "Set of rows: those with launch lines, or "
+    "those of aiconfigurator-core. Default: both, if it is installed.", multiple=True)  # fmt: skip
+@option("--rows", _READ, "CSV of other rows with launch lines, with the columns of "
+    "validation/published/rows/runs.csv; measured columns may be empty.",
         metavar="FILE.csv")  # fmt: skip
 @option("--freeze", _FILE, "Write the predictions of rows with launch lines, before their "
         "measurements are read.", metavar="FILE.json")  # fmt: skip
-@option("--compare", _READ, "Compare frozen predictions with what rows say by now.",
+@option("--compare", _READ, "Compare frozen predictions with the current measurements of the rows.",
         metavar="FILE.json")  # fmt: skip
 @option("--model models", list(MEASURED_MODELS), "Rows of aiconfigurator-core to predict; repeat "
         "for more. All by default.", multiple=True)  # fmt: skip
 @option("--engine", ["vllm", "sglang", "trtllm"], "Rows of this engine only.")
-@option("--most", IntRange(1), "Most requests in flight of a row.", metavar="N")
-@option("--every", IntRange(1), "Every N-th row of each engine, GPU and model only, in the file's "
-        "order.", metavar="N", default=1)  # fmt: skip
-@option("--others", _READ, "Another estimator's predictions of aiconfigurator-core's rows: row, "
-        "ttft_ms, tpot_ms.", metavar="FILE.csv")  # fmt: skip
-@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
+@option("--most", IntRange(1), "Maximum number of requests in flight of a row.", metavar="N")
+@option("--every", IntRange(1), "Use every N-th row of each engine, GPU and model, in the file's "
+    "order.", metavar="N", default=1)  # fmt: skip
+@option("--others", _READ, "CSV of another estimator's predictions of aiconfigurator-core's rows: "
+    "row, ttft_ms, tpot_ms.", metavar="FILE.csv")  # fmt: skip
+@option("--jobs", int, "Number of runs at a time.  [default: number of CPUs]", metavar="N")
 def published(
     out: Path | None,
     parts: tuple[str, ...],
@@ -57,16 +57,16 @@ def published(
     jobs: int | None,
     **old: Any,
 ) -> None:
-    """Predict published runs, or say why not, and write a page.
+    """Predict published runs and write a page; runs that cannot be predicted have a reason.
 
     Runs with their launch lines, which come with this package, and runs of vLLM, SGLang and
-    TensorRT-LLM that come with `pip install eldr-sim[aiconfigurator]`. What has ended is kept:
-    after Ctrl-C the same command goes on."""
+    TensorRT-LLM that come with `pip install eldr-sim[aiconfigurator]`. Completed runs are kept:
+    after Ctrl-C the same command continues."""
     from eldr_sim.validation.published import runs as launched
     from eldr_sim.validation.published.journal import JOURNALS, kept
 
     if sum(way is not None for way in (out, freeze, compare)) != 1:
-        raise InputError("out", "of --out, --freeze and --compare one is needed", "one of them")
+        raise InputError("out", "one of --out, --freeze and --compare is required", "one of them")
     every_run = launched.read_runs(rows)
     if compare is not None:
         _compare(compare, every_run)
@@ -171,13 +171,11 @@ def _compare(path: Path, runs: list[Any]) -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@option("--out", _FILE, "Write the bands here; the package's are "
-        "simulator/outcome/error_bands.json.", metavar="FILE.json")  # fmt: skip
+@option("--out", _FILE, "File for the bands; the package's own are "
+    "simulator/outcome/error_bands.json.", metavar="FILE.json")  # fmt: skip
 def bands(folder: Path, out: Path | None) -> None:
-    """Make error bands from predictions of published runs, and say how well they cover runs of
-    publishers that were left out.
-
-    FOLDER is that of `eldr-sim validate published --out`."""
+    """Make error bands from predictions of published runs, and print how well they cover runs of
+    left-out publishers. FOLDER is the --out of `eldr-sim validate published`."""
     from eldr_sim.simulator.outcome.error_band import LOADS
     from eldr_sim.validation.published import bands as making
     from eldr_sim.validation.published.compared import compared_rows

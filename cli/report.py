@@ -109,8 +109,8 @@ def explore(
     point_requests: int,
     **options: Any,
 ) -> None:
-    """Serve a page on which model, GPUs, P and D, rate and policy are moved, and TTFT, TPOT,
-    goodput and cost follow (docs/explore.md). Options say what it begins with.
+    """Serve a page with sliders for model, GPUs, prefill and decode workers, rate and policy that
+    shows TTFT, TPOT, goodput and cost (docs/explore.md). Options set the first cluster.
 
     Needs `pip install 'eldr-sim[live]'`, and no network."""
     from eldr_sim.reports.explorer.processes import PointLimits

@@ -24,7 +24,7 @@ def reproduce() -> None:
 #: What every reproduction can be told.
 _options = together(
     click.argument("figure", nargs=-1),
-    output("Write figures here.", "the reproduction in --out"),
+    output("Folder for the figures.", "the reproduction in --out"),
     option("--resume", bool, RESUME),
     option("--quick", bool, "Fewer and shorter runs."),
 )
@@ -45,7 +45,7 @@ def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
         kernels = kernels or "fitted"
         _reproduce(f"ELDR, measured ({kernels})", "eldr_measured", kernels=kernels, **options)
     elif kernels is not None:
-        raise InputError("kernels", "without --measured", "--measured beside it")
+        raise InputError("kernels", "without --measured", "together with --measured")
     else:
         _reproduce("ELDR", "eldr", **options)
 

@@ -18,20 +18,20 @@ from eldr_sim.cli.run_options import (
 from eldr_sim.errors import InputError
 
 _BACKENDS = (
-    "Compiled code, or the same model as SimPy processes, to be read and changed "
-    "(docs/engines.md); vllm: those processes with the scheduler and KV manager of the "
-    "installed vLLM in each worker, slower (docs/engines.md)."
+    "Implementation of the model: compiled code; simpy, the same model as SimPy processes that "
+    "can be read and changed; vllm, these processes with the scheduler and KV manager of an "
+    "installed vLLM, slower (docs/engines.md)."
 )
 
 
 @click.command(cls=GroupedCommand, short_help="Simulate one cluster.")
 @run_options()
-@option("--from-manifest", Path, "Engines, flags, replicas and pools of a deployment: values of "
-        "vLLM's production stack or llm-d's modelservice, a DynamoGraphDeployment, or docker "
-        "compose. Options override it.", metavar="FILE", section=OUTPUT)  # fmt: skip
-@output("Write the result.", "the result in --out", plot=True)
+@option("--from-manifest", Path, "Read engines, flags, replicas and pools from a deployment file: "
+    "values of vLLM's production stack or llm-d's modelservice, a DynamoGraphDeployment, or "
+    "docker compose. Options override it.", metavar="FILE", section=OUTPUT)  # fmt: skip
+@output("Folder for the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.", section=OUTPUT)
-@option("--verbose", bool, "Print in full what the result rests on.", section=OUTPUT)
+@option("--verbose", bool, "Print all sources of the result's times and routing.", section=OUTPUT)
 @option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled", section=OUTPUT)
 def run(
     out: Path | None,
@@ -52,14 +52,14 @@ def run(
         from eldr_sim.planning.launch.manifest import read_manifest
 
         if options.get("config_file") is not None:
-            raise InputError("from_manifest", "beside --config", "one of them")
+            raise InputError("from_manifest", "given together with --config", "one of them")
         manifest = read_manifest(from_manifest)
         for line in manifest.lines():
             click.echo(line, err=True)
         options["config_file"] = manifest.values
     config = config_from_options(options)
     if timeline and out is None:
-        raise InputError("timeline", "--timeline without --out", "--out DIR beside it")
+        raise InputError("timeline", "--timeline without --out", "together with --out DIR")
     check_out(out, force)
     extras = plot_extras(plot, out, f"{config.policies.policy} on {config.cluster.topology}")
     with progress_bar(f"{config.policies.policy} on {config.cluster.topology}") as update:

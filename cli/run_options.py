@@ -279,7 +279,7 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
     if out is not None:
         check_output(out, force, marker)
     elif force:
-        raise InputError("force", "--force without --out", "--out DIR beside it")
+        raise InputError("force", "--force without --out", "together with --out DIR")
 
 
 def check_file(out: Path, force: bool, report: Path | None, what: str) -> None:
@@ -300,7 +300,7 @@ def plot_extras(plot: bool, out: Path | None, name: str = "") -> list[Callable[[
     if not plot:
         return []
     if out is None:
-        raise InputError("plot", "--plot without --out", "--out DIR beside it")
+        raise InputError("plot", "--plot without --out", "together with --out DIR")
     from eldr_sim.reports.figures import png_writer  # takes long to import
 
     return [png_writer(name)]

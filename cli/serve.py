@@ -22,13 +22,14 @@ def _http_options(command: Any) -> Any:
         option("--allowed-host", None, "A name that requests may use for this server, besides IP "
                "addresses, localhost and the machine's name: gpu7, .example.com, * for any; "
                "repeat for more.", multiple=True, metavar="NAME"),
-        option("--max-concurrent-requests", IntRange(1), "Requests in progress; beyond them the "
-               "answer is 429.", default=4096, metavar="N"),
-        option("--max-body-mib", _MIB, "Largest body of a request.", default=64.0, metavar="MIB"),
-        option("--max-buffered-mib", _MIB, "Bodies and unstreamed answers in memory, in all; "
-               "beyond them the answer is 503.", default=1024.0, metavar="MIB"),
-        option("--grace-period grace_period_s", FloatRange(0.0), "Seconds that requests in "
-               "progress have to end after SIGTERM.", default=180.0, metavar="S"),
+        option("--max-concurrent-requests", IntRange(1), "Maximum number of requests in progress; "
+            "others get 429.", default=4096, metavar="N"),
+        option("--max-body-mib", _MIB, "Maximum size of a request body, MiB.", default=64.0,
+            metavar="MIB"),
+        option("--max-buffered-mib", _MIB, "Maximum memory of bodies and unstreamed answers, MiB; "
+            "other requests get 503.", default=1024.0, metavar="MIB"),
+        option("--grace-period grace_period_s", FloatRange(0.0), "Time for requests in progress "
+            "to end after SIGTERM, s.", default=180.0, metavar="S"),
     )(command)  # fmt: skip
 
 
@@ -38,17 +39,17 @@ _OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 @click.command(cls=GroupedCommand, short_help="Serve OpenAI's API from a simulated cluster.")
 @option("--host", None, "Address to listen on; 0.0.0.0 for all.", default="127.0.0.1",
         metavar="ADDRESS")  # fmt: skip
-@option("--port", IntRange(0, 65535), "Port of the cluster's API; 0 takes a free one.",
+@option("--port", IntRange(0, 65535), "Port of the cluster's API; 0: any free port.",
         default=8000, metavar="N")  # fmt: skip
-@option("--engine-ports", IntRange(1, 65535), "First of the ports of the workers of an xC "
-        "or xPyD cluster, one port per worker, prefill workers first; a router of yours chooses.",
+@option("--engine-ports", IntRange(1, 65535), "First port of the workers, one port per worker, "
+    "prefill workers first, for an external router; xC and xPyD clusters.",
         metavar="N")  # fmt: skip
-@option("--engine-header", None, "Request header with the number of the worker, from 0, in an "
-        "xC or xPyD cluster at one port; a router of yours chooses.", metavar="NAME")  # fmt: skip
+@option("--engine-header", None, "Request header with the number of the worker, from 0, for an "
+    "external router at one port; xC and xPyD clusters.", metavar="NAME")  # fmt: skip
 @option("--admin-port", IntRange(1, 65535), "Port on the loopback address for faults: slow, hang, "
         "kill and drain workers (docs/serve.md).", metavar="N")  # fmt: skip
-@option("--kv-events-config", None, "Publish KV events, as vLLM's option of this name; worker n "
-        "publishes at the port plus n.", metavar="JSON")  # fmt: skip
+@option("--kv-events-config", None, "Publish KV events as vLLM's option of this name does; worker "
+    "n publishes at the port plus n.", metavar="JSON")  # fmt: skip
 @option("--lora-modules adapters", None, "Name of a LoRA adapter to serve, at the cost of the "
         "model; repeat for more.", multiple=True, metavar="NAME[=PATH]")  # fmt: skip
 @option("--speed", FloatRange(0.0, min_open=True), "Simulated seconds per second of wall-clock "
@@ -59,8 +60,8 @@ _OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 @option("--ready-after ready_after_s", FloatRange(0.0), "Time until /health answers 200, s, as "
         "while "
         "an engine loads weights.", default=0.0, metavar="S")  # fmt: skip
-@option("--tokenizer", _FILE, "A tokenizer.json that counts the tokens of prompts.  [default: "
-        "four characters are a token]", metavar="FILE")  # fmt: skip
+@option("--tokenizer", _FILE, "A tokenizer.json to count prompt tokens with.  [default: "
+        "four characters per token]", metavar="FILE")  # fmt: skip
 @_http_options
 @option("--log", _FILE, "Append a line of JSON for each request, for --replay.", metavar="FILE")
 @option(
@@ -121,10 +122,10 @@ def serve(
     workers, ports = [Worker(config, None)], [port]
     if engine_ports is not None or engine_header is not None:
         if engine_ports is not None and engine_header is not None:
-            raise InputError("engine_header", "beside --engine-ports", "one of them")
+            raise InputError("engine_header", "given together with --engine-ports", "one of them")
         if own["log"] is not None:
             field = "engine_ports" if engine_header is None else "engine_header"
-            raise InputError(field, "beside --log", "one of them")
+            raise InputError(field, "given together with --log", "one of them")
         workers = workers_of(config)
         if engine_ports is not None:
             ports = [engine_ports + worker for worker in range(len(workers))]

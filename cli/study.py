@@ -26,23 +26,23 @@ from eldr_sim.planning.studies.study import read_study
 from eldr_sim.simulator.results import result_folder, write_json
 
 Known: TypeAlias = dict[str, Callable[[], Reproduction]]
-RESUME = "Go on with the runs of an interrupted command for --out."
+RESUME = "Continue an interrupted command for --out."
 #: Columns of a table that a terminal shows.
 _MOST_COLUMNS = 11
 
 
 @click.group(short_help="Run a study: figures and claims from a YAML file.")
 def study() -> None:
-    """Run figures of many runs, and hold claims against them."""
+    """Run the figures of a study, and check its claims."""
 
 
 @study.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="STUDY.yaml")
 @click.argument("figure", nargs=-1)
-@output("Write figures here.", "the figures in --out")
+@output("Folder for the figures.", "the figures in --out")
 @option("--resume", bool, RESUME)
-@option("--quick", bool, "Fewer and shorter runs, as the study says.")
-@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
+@option("--quick", bool, "Use the study's fewer and shorter runs.")
+@option("--jobs", int, "Number of runs at a time.  [default: number of CPUs]", metavar="N")
 def run(
     file: Path,
     figure: tuple[str, ...],
@@ -92,7 +92,9 @@ def run_figures(
         resume: whether to go on with the runs of an interrupted command.
         expected: returns the number of runs that figures take; by default figures count alike."""
     if resume and out is None:
-        raise InputError("resume", "no runs are kept without --out", "--out DIR beside it")
+        raise InputError(
+            "resume", "there are no runs to continue without --out", "together with --out DIR"
+        )
     check_out(out, force)
     with_pictures(out is not None)
     reproductions: list[Reproduction] = []

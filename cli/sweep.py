@@ -48,16 +48,14 @@ def sweep(
     backend: str,
     address: str | None,
 ) -> None:
-    """Run all points of SWEEP.yaml under their seeds, into one data set.
-
-    Ended runs are kept: after Ctrl-C or a crash, --resume continues. A failed run is a row with its
-    reason."""
+    """Run all points of SWEEP.yaml under their seeds, into one data set. Completed runs are kept:
+    after Ctrl-C or a crash, --resume continues. A failed run becomes a row with its reason."""
     spec = read_spec(file)
     if dry_run:
         _print_points(spec)
         return
     if out is None:
-        raise InputError("out", "no folder for the sweep", "--out DIR, or --dry-run")
+        raise InputError("out", "the sweep has no folder", "--out DIR, or --dry-run")
     with sweep_bar(file.stem) as update:
         result = run_sweep(
             spec,

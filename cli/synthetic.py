@@ -110,7 +110,7 @@ def synthesize(
 ) -> None:
     """Write a synthetic routing trace of any shape, from a preset or a fitted model."""
     if (preset is None) == (fitted is None):
-        raise InputError("preset", "give --preset or --from, one of both", ", ".join(PRESETS))
+        raise InputError("preset", "give either --preset or --from", ", ".join(PRESETS))
     if preset is not None and like is not None and options["domains"] is None:
         options["domains"] = ",".join(open_trace(like).domains)
     model = _preset(preset, options) if preset is not None else _fitted(str(fitted), options)
@@ -118,7 +118,7 @@ def synthesize(
         shared: dict[str, Any] = {"seed": options["seed"], "force": options["force"]}
         shared["progress"] = update
         if like is not None:
-            _refuse(options, _OF_REQUESTS, "--like", "one of both")
+            _refuse(options, _OF_REQUESTS, "--like", "one of the two")
             made = synthesize_like(model, open_trace(like), out, **shared)
         else:
             shared["requests"] = 800 if options["requests"] is None else options["requests"]

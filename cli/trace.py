@@ -62,8 +62,8 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 def formats() -> None:
     """List the formats of request logs, each with its first lines.
 
-    `--workload FILE` replays logs and `--load FILE` follows rates; what is not read says what to
-    give instead. `--columns` reads any other table."""
+    `--workload FILE` replays logs and `--load FILE` follows rates; for formats that are not read,
+    an alternative is named. `--columns` reads any other table."""
     from eldr_sim.traces.requests.logs.formats import known_formats
 
     for known in known_formats():
@@ -75,17 +75,17 @@ def formats() -> None:
 
 @trace.command(short_help="Turn the history of a fleet into the events of a run.")
 @click.argument("fleet", type=click.Path(path_type=Path))
-@option("--log", Path, "Log of the requests that came meanwhile, as for --workload.",
+@option("--log", Path, "Log of the requests of the same time, as for --workload.",
         required=True, metavar="FILE")  # fmt: skip
 @option(
-    "--columns", None, "Columns of LOG, where its format is unknown, as for run.", metavar="SPEC"
+    "--columns", None, "Columns of the log if its format is unknown, as for run.", metavar="SPEC"
 )
 @option("--topology", None, "The cluster to run, such as 4C or 2P4D.", required=True,
         metavar="xC|xPyD")  # fmt: skip
 @option("--pool", None, "The pool that the workers of FLEET are in: prefill or decode.",
         default="decode", metavar="NAME")  # fmt: skip
-@option("--start", None, "Time of the first request on the clock of FLEET, where the log has no "
-        "dates.", metavar="TIME")  # fmt: skip
+@option("--start", None, "Time of the first request on the clock of FLEET, if the log has no "
+    "dates.", metavar="TIME")  # fmt: skip
 @option("--start-up", click.FloatRange(0.0), "Time from a container's start until the worker "
         "serves, s.", default=0.0, metavar="S")  # fmt: skip
 @option("--out", Path, "YAML file to write, for --events.", default=Path("events.yaml"),
@@ -156,7 +156,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
     if plot and out is None:
-        raise InputError("plot", "--plot without --out", "--out DIR beside it")
+        raise InputError("plot", "--plot without --out", "together with --out DIR")
     check_out(out, force, MARKER)
     opened = open_trace(name)
     report = inspect_trace(opened)
@@ -218,8 +218,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 )
 @option("--ranked", bool, "Treat the ids of a token as ordered by gate weight, highest first.")
 @option("--domain", None, "Domain of the requests, for formats without domains.", default="all")
-@option("--prompt-share", float, "Share of each request that stands for its prompt, 0 to 1, in a "
-        "recording of generated tokens only or of prompt tokens only: 0.25.",
+@option("--prompt-share", float, "Share of each request to use as its prompt, 0 to 1, if only "
+    "generated or only prompt tokens were recorded: 0.25.",
         metavar="SHARE")  # fmt: skip
 @option(
     "--encoding",
@@ -243,8 +243,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     default="",
     show_default=False,
 )
-@option("--provenance", ["recorded", "synthetic", "imported"], "Origin of the trace that results "
-        "state.", default="imported")  # fmt: skip
+@option("--provenance", ["recorded", "synthetic", "imported"], "Origin of the trace, as stated by "
+    "results.", default="imported")  # fmt: skip
 @option("--calibration-fraction", float, "Share of each domain's requests that calibrate policies, "
         "0 to 1.", default=0.5)  # fmt: skip
 @option("--force", bool, "Replace the trace in --out.")

@@ -76,7 +76,7 @@ def silicon(
     TensorRT-LLM).
 
     Co-located workers, with data-parallel attention too, and prefill and decode pools. The runs
-    come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them."""
+    come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted to them."""
     check_out(out, force)
     target = MEASURED_MODELS[model]
     moe_kernel = moe_kernel or target.moe_kernels[0]
@@ -134,13 +134,12 @@ validate.add_command(bands)
 )
 @run_options()
 @option("--steps", click.Path(path_type=Path, dir_okay=False, exists=True), "Forward-pass metrics "
-        "of an engine, a line of JSON each: held against the predicted time of the same steps.",
+    "of an engine, one JSON object per line, to compare with the predicted time of the same steps.",
         metavar="STEPS.jsonl")  # fmt: skip
 def bench(results: tuple[Path, ...], steps: Path | None, **options: Any) -> None:
-    """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
-
-    The load and, where they say it, the model are the results'; the cluster is what the options
-    say. Beside the errors: what would explain them. Also reads inference-perf's requests."""
+    """Compare results of `vllm bench serve` (or SGLang's), aiperf or GuideLLM with predictions.
+    Load and, if stated, model are read from the results; options give the cluster. Prints errors
+    and possible causes. Also reads inference-perf's requests."""
     from eldr_sim.validation.published import bench as own
     from eldr_sim.validation.published.bench import beside, read_steps
 
@@ -179,8 +178,8 @@ def bench(results: tuple[Path, ...], steps: Path | None, **options: Any) -> None
 def pd(out: Path | None, force: bool) -> None:
     """Predict published runs with prefill and decode workers, by hand-over preset.
 
-    llm-d's GPT-OSS-120B on 16 H200. Marlin's tables come with
-    `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on the runs."""
+    llm-d's GPT-OSS-120B on 16 H200. Marlin's tables come with `pip install
+    eldr-sim[aiconfigurator]`. Nothing is fitted to the runs."""
     check_out(out, force, "runs.csv")
     with progress_bar("runs") as update:
         table = predict_pd(pd_rows(), progress=update)
@@ -204,10 +203,8 @@ def pd(out: Path | None, force: bool) -> None:
 @option("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def mixtral(requests: Path, out: Path | None, force: bool) -> None:
-    """Predict published runs of Mixtral, beside other estimators' errors.
-
-    vLLM 0.15.1 on H100, from the recorded requests, which do not come with the package. Nothing is
-    fitted on the runs."""
+    """Predict published runs of Mixtral, next to the errors of other estimators. vLLM 0.15.1 on
+    H100, from recorded requests (not part of the package). Nothing is fitted to the runs."""
     check_out(out, force, "stages.csv")
     with progress_bar("stages") as update:
         table = predict_mixtral(requests, mixtral_rows(), progress=update)
@@ -282,12 +279,10 @@ _OF_ENGINES = (
 
 
 @validate.command()
-@option(
-    "--out", Path, "Folder of the campaign; runs that it holds already are kept.", required=True
-)
+@option("--out", Path, "Folder of the campaign; runs already in it are kept.", required=True)
 @option("--report", Path, "Folder of the report; an older report there is replaced.")
-@option("--quick", bool, "Ten minutes on one engine: two loads, each twice for 25 s, a report in "
-        "OUT/report and one verdict.")  # fmt: skip
+@option("--quick", bool, "Run ten minutes on one engine: two loads, each twice for 25 s, a report "
+    "in OUT/report and one verdict.")  # fmt: skip
 @option("--feature features", [*FEATURES, "all"], "Check a feature of one engine, in place of "
         "set-ups and loads; repeat for more.", multiple=True)  # fmt: skip
 @option("--setup setups", list(SETUPS), "Engines to start; repeat for more. All by default.",
@@ -298,7 +293,7 @@ _OF_ENGINES = (
 @option("--duration", FloatRange(1.0), "Length of the arrivals of a load, s.", default=45.0)
 @option("--model", None, "Model with a config.json; by default a small random one is made in "
         "--out.", metavar="DIR")  # fmt: skip
-@option("--dtype", None, "Type of the weights, as vLLM names it.", default="bfloat16")
+@option("--dtype", None, "Data type of the weights, as vLLM names it.", default="bfloat16")
 @option(TENSOR_PARALLEL_SIZE, IntRange(1), "GPUs per engine.", default=1)
 @option("--max-model-len", IntRange(64), "Maximum length of a sequence, tokens.", default=2048)
 @option(
@@ -335,14 +330,17 @@ _OF_ENGINES = (
         "Request log to take lengths from, scaled to --prompt-len and --output-len.",
         metavar="FILE")  # fmt: skip
 @option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal, "
-        "or of those of --texts. All alike by default.", metavar="NAME=WEIGHT,...")  # fmt: skip
+    "or of those of --texts. Default: equal.", metavar="NAME=WEIGHT,...")  # fmt: skip
 @option("--texts", click.Path(path_type=Path, file_okay=False, exists=True),
-        "Prompts are stretches of this folder's files DOMAIN.txt, by the model's tokenizer; random "
-        "tokens by default.", metavar="DIR")  # fmt: skip
-@option("--num-gpu-blocks-override", IntRange(1), "KV blocks of an engine: few of them preempt.")
-@option("--shortest-first", bool, "Send every load again with the prompt's length as priority; "
-        "engines then schedule by priority, which is shortest job first. Engines that run already "
-        "must be started so.")  # fmt: skip
+        "Folder of files DOMAIN.txt from which prompts are cut, by the model's tokenizer. "
+        "Default: random tokens.", metavar="DIR")  # fmt: skip
+@option(
+    "--num-gpu-blocks-override",
+    IntRange(1),
+    "Number of KV blocks of an engine; a low number causes preemptions.",
+)
+@option("--shortest-first", bool, "Repeat every load with the prompt's length as priority: "
+    "shortest job first. Running engines must have been started with priorities on.")  # fmt: skip
 def vllm(
     out: Path,
     report: Path | None,
@@ -377,7 +375,9 @@ def vllm(
     )
     if features:
         if campaign.texts is not None:
-            raise InputError("texts", "loads of features make their own prompts", "no --feature")
+            raise InputError(
+                "texts", "with --feature, loads make their own prompts", "no --feature"
+            )
         with task_bar() as update:
             check_features(campaign, list(FEATURES) if "all" in features else features, update)
         click.echo((out / "features.md").read_text(encoding="utf-8"))

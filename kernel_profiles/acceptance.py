@@ -65,7 +65,7 @@ def read(path: str, n: int) -> Acceptance:
         known = False
     if not known:
         allowed = "shares of accepted drafts that do not rise"
-        raise InputError(_FIELD, f"{path}: its figures are none of an acceptance", allowed)
+        raise InputError(_FIELD, f"{path} has no figures of acceptance", allowed)
     return found
 
 
@@ -97,7 +97,7 @@ def _read(path: str, n: int) -> Acceptance:
     elif length:
         if not 1.0 <= float(length) <= round(k) + 1.0:
             problem = f"{path}: a mean length of {float(length):g} with {round(k)} drafts"
-            raise InputError(_FIELD, problem, "1 to a token more than there are drafts")
+            raise InputError(_FIELD, problem, "1 to the number of drafts + 1")
         entry["lengths"] = {str(round(k)): float(length)}
     else:
         problem = f"{path}: no accepted drafts"

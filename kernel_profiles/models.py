@@ -608,7 +608,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
             where = ".".join(map(str, first["loc"])) or "model"
             raise InputError("model", f"{path}: {where}: {first['msg']}") from None
         except (TypeError, ArithmeticError) as error:
-            raise InputError("model", f"{path}: a field cannot be: {error}") from None
+            raise InputError("model", f"{path}: invalid field: {error}") from None
     near = " or ".join(nearest(os.fspath(name), registry))
     problem = f"unknown model {os.fspath(name)!r}" + (f": did you mean {near}?" if near else "")
     allowed = "a name of `eldr-sim models`, or the path of a Hugging Face config.json"

@@ -108,7 +108,7 @@ class Parallelism:
         size, ranks = self.tensor_parallel_size, self.n_ranks
         if self.pipeline_parallel_size > model.n_layers:
             problem = f"{self.pipeline_parallel_size} stages of the {model.n_layers} layers"
-            raise InputError("pipeline_parallel_size", problem, "a layer a stage at least")
+            raise InputError("pipeline_parallel_size", problem, "at least one layer per stage")
         if ranks == 1:
             return
         if model.is_dense:

@@ -211,7 +211,7 @@ def _external(decision: str) -> dict[str, type[Policy]]:
         if policy.decision != decision:
             continue
         if policy.name in found:
-            raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another one has")
+            raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another package has")
         found[policy.name] = guarded(policy, f"package {package}", FIELDS[decision])
     return found
 
@@ -254,7 +254,7 @@ def _said(policy: type) -> dict[str, Any]:
 def _flaw(policy: object) -> str:
     """Say what keeps ``policy`` from being a policy class; empty if nothing does."""
     if not isinstance(policy, type):
-        return f"is no class but {policy!r}"
+        return f"is not a class but {policy!r}"
     said = _said(policy)
     name, decision, own = (said.get(key) for key in ("name", "decision", "needs"))
     if not isinstance(name, str) or not name:

@@ -84,7 +84,9 @@ def explain_run(run: Folder) -> Explanation:
     spent, in_line = _spent(run, requests)
     measured = requests["measured"].astype(bool) & in_line
     if not measured.any():
-        raise InputError("RESULT", f"no request of {run.name} was served", "a run that serves")
+        raise InputError(
+            "RESULT", f"no request of {run.name} was served", "a run with served requests"
+        )
     total = math.fsum(float(np.mean(values[measured])) for values in spent.values())
     rows = []
     for name, values in spent.items():
@@ -336,7 +338,9 @@ def _parts_of(run: Folder) -> dict[str, float]:
     done = np.array(run.tables["requests"].column("outcome").to_pylist()) == "completed"
     done &= requests["measured"].astype(bool)
     if not done.any():
-        raise InputError("RESULT", f"no request of {run.name} completed", "a run that serves")
+        raise InputError(
+            "RESULT", f"no request of {run.name} completed", "a run with served requests"
+        )
     spent, _ = _spent(run, requests)
     return {name: 1e3 * float(np.mean(spent[name][done])) for name in TTFT_PHASES}
 

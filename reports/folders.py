@@ -78,7 +78,7 @@ def contents_of(*folders: Folder) -> Iterator[None]:
 def _open(path: Path, name: str) -> Folder:
     kinds = [k for k, files in _FILES.items() if all((path / file).is_file() for file in files)]
     if not kinds:
-        own = f"is no {'result' if path.is_dir() else 'folder'}"
+        own = f"is not a {'result' if path.is_dir() else 'folder'}"
         other = next((text for file, text in _OTHERS.items() if (path / file).is_file()), own)
         raise InputError("DIR", f"{path} {other}", _ALLOWED)
     files = [path / file for file in _FILES[kinds[0]]]
@@ -90,7 +90,7 @@ def _open(path: Path, name: str) -> Folder:
 def _read_json(path: Path) -> dict[str, Any]:
     value = parse_json(read_text(path, "DIR"), "DIR", str(path))
     if not isinstance(value, dict):
-        raise InputError("DIR", f"{path} holds no JSON object")
+        raise InputError("DIR", f"{path} does not hold a JSON object")
     return value
 
 

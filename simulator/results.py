@@ -37,7 +37,7 @@ def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
     if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
         raise InputError(
             "out",
-            f"{out} exists and is no result with a {marker}",
+            f"{out} exists and is not a result with a {marker}",
             "a new folder, or such a result",
         )
 

@@ -154,7 +154,7 @@ def _run(
         reference = reference_of(config, inputs, workers, backend=backend)
         return replace(prepared, spec=inputs.spec), workload, reference.run(progress)
     if workers:
-        raise InputError("workers", "the compiled engines are not replaced", "backend simpy")
+        raise InputError("workers", "compiled engines cannot be replaced", "backend simpy")
     cluster = CompiledCluster(inputs)
     tell_of_compiling()
     if not config.scaling.scales:
@@ -224,7 +224,7 @@ def reference_of(
         from eldr_sim.simulator.engine_code.vllm import vllm_workers
 
         if workers:
-            raise InputError("workers", "beside vLLM's scheduler", "backend simpy")
+            raise InputError("workers", "given together with vLLM's scheduler", "backend simpy")
         workers = vllm_workers(inputs)
     return ReferenceCluster(inputs, workers, arrivals)
 

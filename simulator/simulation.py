@@ -98,7 +98,9 @@ class Simulation:
         if not arrivals:
             window = (window[0], math.inf)
         elif prefixes:
-            raise InputError("prefixes", "requests that arrive bring none", "arrivals=False")
+            raise InputError(
+                "prefixes", "arriving requests have no prefixes of their senders", "arrivals=False"
+            )
         if prefixes:
             workload = without_prefixes(workload, self._prepared.spec.block_size)
         inputs = make_inputs(config, self._prepared, workload, window, on_blocks)

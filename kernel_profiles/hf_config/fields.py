@@ -60,7 +60,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], Keys]:
     except InputError:
         raise
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise InputError("model", f"{path}: a field cannot be: {error}") from None
+        raise InputError("model", f"{path}: invalid field: {error}") from None
     return fields, keys
 
 

@@ -286,8 +286,8 @@ class EngineStepLatency:
         latency = columns["latency_s"].astype(np.float64)
         prompts = tokens > sequences
         if len(np.unique(tokens[prompts])) < 2 or len(np.unique(sequences)) < 2:
-            problem = "these rows do not tell what a token costs from what a sequence costs"
-            allowed = "rows of 2 sizes of prompts and of 2 numbers of sequences"
+            problem = "the rows do not separate the cost of a token from that of a sequence"
+            allowed = "rows of 2 prompt sizes and 2 numbers of sequences"
             raise InputError("table", problem, allowed)
         # No knot of f below the smallest prompt: there only decode rows could hold it.
         f_knots = np.concatenate([[0.0], np.unique(tokens[prompts])[1:]])

@@ -87,7 +87,7 @@ def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
     server.start()
     try:
         if not ours.poll(60):
-            raise InputError("frontend", "the echo server does not start")
+            raise InputError("frontend", "the echo server did not start")
         client = http.client.HTTPConnection("127.0.0.1", int(ours.recv()), timeout=30)
         return _echoes(client, tokens)
     finally:

@@ -104,7 +104,7 @@ def measure_transfers(
             decode.release_xfer_handle(handle)
             times[n_bytes, count] = Timing.of(samples[1:])
         if not bool((target[: grid[-1][0] // grid[-1][1]] == 1).all()):
-            raise InputError("nixl", "a transfer reported as done moved nothing")
+            raise InputError("nixl", "a completed transfer moved no bytes")
     finally:
         for agent, descriptors in registered:
             agent.deregister_memory(descriptors)

@@ -391,7 +391,7 @@ def _host_gap_tasks(targets: Sequence[Target]) -> Iterator[Task]:
 
 def _host_gap(target: Target, workbench: Workbench) -> Outcome:
     if target.parallelism != SINGLE_GPU:
-        raise InputError("host-gap", "measured on one GPU with the whole layer")
+        raise InputError("host-gap", "is measured on one GPU with the whole layer")
     model, shape, device = target.model, target.moe, workbench.device
     kernel: MoEKernel = (TorchMoE if device.is_cpu else TritonKernel)(shape, device)
     name = _moe_group("moe", target)

@@ -70,7 +70,7 @@ class Journal:
         try:
             header = json.loads(lines[0]) if lines else {}
             if header.get("format") != _FORMAT:
-                raise InputError("resume", f"{path} is no journal of this version")
+                raise InputError("resume", f"{path} is not a journal of this version")
             journal = cls(path, header)
             for line in lines[1:]:
                 entry = json.loads(line)
@@ -116,7 +116,7 @@ def open_journal(out: Path, device: Device, resume: bool) -> Journal:
         raise InputError("out", f"{out} is a file", "a folder")
     if path.exists():
         if not resume:
-            raise InputError("out", f"{out} holds a profile", "--resume, or another folder")
+            raise InputError("out", f"{out} already has a profile", "--resume, or another folder")
         journal = Journal.read(path)
         differing = differing_facts(journal.header["facts"], device.facts)
         if differing:
@@ -124,7 +124,7 @@ def open_journal(out: Path, device: Device, resume: bool) -> Journal:
             raise InputError("resume", problem)
         return journal
     if out.exists() and any(out.iterdir()):
-        raise InputError("out", f"{out} exists and is no profile", "a new folder")
+        raise InputError("out", f"{out} exists and is not a profile", "a new folder")
     header = {
         "device": device.name,
         "facts": dict(device.facts),

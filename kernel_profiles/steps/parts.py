@@ -278,7 +278,7 @@ class Parts:
         TensorRT-LLM's."""
         model, gpu = self.whole, self.gpu
         if gpu.launch_s is None:
-            problem = f"what launching kernels costs the host of {gpu.name} is not known"
+            problem = f"the kernel launch time of the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
         linears = sum(layers * len(own) for _, layers, own in model.matrices)
         small = _small_kernels(model) - (2 if rotates_inside else 0)

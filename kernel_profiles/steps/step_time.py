@@ -106,7 +106,9 @@ class StepTimeModel:
         if (sizes[:, 1] < 1).any() or (sizes.sum(axis=1) > self.max_model_len).any():
             raise InputError("chunks", f"{list(chunks)}", f"up to {self.max_model_len} tokens")
         if activated is None and not len(sizes) and self.n_moe_layers:
-            raise InputError("activated", "none for a decode step", "a number a MoE layer")
+            raise InputError(
+                "activated", "there are none for a decode step", "one number per MoE layer"
+            )
         if activated is not None and len(activated) != self.n_moe_layers:
             raise InputError("activated", f"{len(activated)} layers", str(self.n_moe_layers))
         # A dense model's steps stand for a layer without experts.

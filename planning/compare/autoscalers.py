@@ -92,7 +92,7 @@ def compare_autoscalers(
     95%), or serves most so."""
     names = [registry.canonical("scaling", rule) for rule in rules]
     if len(set(names)) != len(names) or "none" in names:
-        problem = f"{', '.join(names)} names one twice, or none"
+        problem = f"{', '.join(names)} names a value twice, or none"
         raise InputError("autoscale", problem, "rules, and none:n=5 for a fixed fleet")
     sizes = [pool.units[0] for pool in config.pools]
     fleets = [

@@ -151,7 +151,9 @@ def compare_drafts(
     if config.requests.output_len == 1:
         raise short
     if speculative_config is None:
-        raise InputError("drafts", "no method or model is given", "--speculative-config beside it")
+        raise InputError(
+            "drafts", "no method or model is given", "together with --speculative-config"
+        )
     if not concurrencies or any(not 1 <= value <= 65536 for value in concurrencies):
         raise InputError("concurrencies", f"{list(concurrencies)}", "numbers of 1 to 65536")
     cut = {k: speculative_config.cut(k) for k in sorted({0, *drafts})}

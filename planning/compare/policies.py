@@ -119,7 +119,7 @@ def compare(
         registry.canonical("decode", policy) for policy in servable(config.engine.model, policies)
     ]
     if len(set(names)) != len(names):
-        raise InputError("policies", f"{', '.join(names)} names one twice")
+        raise InputError("policies", f"{', '.join(names)} names a value twice")
     if "round_robin" not in names:
         names.insert(0, "round_robin")
     configs = {name: config.model_copy(update={"policy": name}) for name in names}

@@ -95,7 +95,7 @@ def read_manifest(path: AnyPath) -> Manifest:
                 if fits(document):
                     return _finished(read(document))
     known = "values of production-stack or llm-d modelservice, DynamoGraphDeployment, compose"
-    raise InputError("from_manifest", f"{path} is no deployment that is known", known)
+    raise InputError("from_manifest", f"{path} is not a known kind of deployment file", known)
 
 
 def _finished(found: Manifest) -> Manifest:
@@ -268,13 +268,13 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InputError("from_manifest", f"{name} is no mapping", "name: value")
+        raise InputError("from_manifest", f"{name} is not a mapping", "name: value")
     return value
 
 
 def _list(value: Any, name: str) -> list[Mapping[str, Any]]:
     if not isinstance(value or [], list):
-        raise InputError("from_manifest", f"{name} is no list", "a list")
+        raise InputError("from_manifest", f"{name} is not a list", "a list")
     return [_mapping(each, f"an item of {name}") for each in value or []]
 
 

@@ -69,7 +69,7 @@ def open_journal(
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:
-            problem = f"{folder} exists and is no {what}"
+            problem = f"{folder} exists and is not a {what}"
             raise InputError("out", problem, f"a new folder, or a {what}")
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / FILE_NAME).open("ab+")
@@ -108,7 +108,7 @@ def _lock(file: IO[bytes], folder: Path, what: str) -> None:
     except OSError:
         locked = False
     if not locked:
-        raise InputError("out", f"another {what} is at work in {folder}", "another folder")
+        raise InputError("out", f"another {what} is running in {folder}", "another folder")
 
 
 def _read(

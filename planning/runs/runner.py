@@ -158,11 +158,11 @@ def check_backend(
     if backend not in get_args(Backend):
         raise InputError("backend", repr(backend), ", ".join(get_args(Backend)))
     if backend != "ray" and address is not None:
-        raise InputError("address", f"{address!r} without a cluster", "--backend ray beside it")
+        raise InputError("address", f"{address!r} without a cluster", "together with --backend ray")
 
 
 def _killed(point: Point, seconds: float) -> Outcome:
-    reason = "its process was killed twice, the second time alone: out of memory?"
+    reason = "its process was killed twice, the second time with no other running: out of memory?"
     return Outcome(point.key, None, reason, seconds, killed=True)
 
 

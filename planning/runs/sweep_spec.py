@@ -163,7 +163,7 @@ def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
 def make_spec(document: Any) -> SweepSpec:
     """Expand a sweep; raises InputError if it is none, or a point is not a valid configuration."""
     if not isinstance(document, Mapping) or "sweep" not in document:
-        raise InputError("sweep", "no sweep in it", "sweep: {type: ..., parameters: ...}")
+        raise InputError("sweep", "the file has no sweep", "sweep: {type: ..., parameters: ...}")
     try:
         parsed = _Document.model_validate(document)
     except ValidationError as error:

@@ -94,15 +94,15 @@ def cheapest_fleet(
             "topology", f"{config.cluster.topology}", "xPyD or xC, for the load of a day"
         )
     if any(pool.is_elastic for pool in config.pools):
-        problem = "fleets of a plan change by whole workers"
+        problem = "in a plan, fleets change by whole workers"
         raise InputError("enable_elastic_ep", problem, "not given, or compare --autoscale")
     names = [registry.canonical("scaling", rule) for rule in rules or RULES]
     if len(set(names)) < len(names) or any(parse(n, "autoscale").name == "none" for n in names):
-        problem = f"{', '.join(names)} names one twice, or a fixed fleet, which is always tried"
+        problem = f"{', '.join(names)} names a value twice, or a fixed fleet, which is always tried"
         raise InputError("autoscale", problem, "rules, such as seconds,hpa:target=8")
     for field in ("min_workers", "initial_workers"):
         if config.value(field) != RUN_FIELDS[field].default:
-            raise InputError(field, "a plan chooses the workers of its fleets", "none")
+            raise InputError(field, "a plan chooses the number of workers itself", "none")
     asked, level = config, {"goodput": objective.level, "autoscale": "none"}
     config = config.model_copy(update=level)
     most = min(

@@ -45,13 +45,15 @@ class Axes:
         for name, given in axes.items():
             parts = name.split(".")
             if name in _CHOSEN or parts[-1] in _SIZES or parts[0] in _REQUESTS:
-                raise InputError(name, "is no axis of a plan", "fields of engines and policies")
+                raise InputError(
+                    name, "cannot be an axis of a plan", "fields of engines and policies"
+                )
             if parts[-1] == "gpu":
                 axes[name] = given = [load_gpu(str(gpu)).name for gpu in given]
             elif name == "policy":
                 axes[name] = given = _policies(config, given)
             if len({str(value) for value in given}) < len(given):
-                raise InputError(name, f"{', '.join(map(str, given))} names one twice")
+                raise InputError(name, f"{', '.join(map(str, given))} names a value twice")
         for combination in product(*axes.values()):
             fields = config.explicit_fields("python")
             for name, value in zip(axes, combination, strict=True):
@@ -149,7 +151,7 @@ def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
             problem = f"{word!r}: an artifact is fitted for one number of decode workers"
             raise InputError("policy.artifact", problem, "none")
     if not config.cluster.generates:
-        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
+        raise InputError("policy", "prefill workers alone do not decode", "--prefill-policy")
     return [canonical("decode", word) for word in servable(config.engine.model, words)]
 
 
@@ -157,7 +159,9 @@ def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
     """Return ``speculative_config`` with the first ``drafts`` of its drafts."""
     speculative_config = config.steps.speculative_config
     if speculative_config is None:
-        raise InputError(DRAFTS, "no method or model is given", "--speculative-config beside it")
+        raise InputError(
+            DRAFTS, "no method or model is given", "together with --speculative-config"
+        )
     return speculative_config.cut(drafts)
 
 

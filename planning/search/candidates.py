@@ -174,7 +174,7 @@ def clusters_to_plan(
         problem = "a file of pools, and plans choose the workers themselves"
         raise InputError("topology", problem, "xPyD, xC or xP")
     if config.requests.max_concurrency is not None:
-        raise InputError("max_concurrency", "a plan is for an open load", "none")
+        raise InputError("max_concurrency", "a plan needs an open load", "none")
     prices = prices or {}
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
@@ -198,7 +198,7 @@ def clusters_to_plan(
         for role in _roles(base, given)
     }
     for name in by_gpu.keys() - planned:
-        raise InputError("price", f"{name} is no GPU of this plan", f"{', '.join(sorted(planned))}")
+        raise InputError("price", f"{name} is not planned", ", ".join(sorted(planned)))
     return list(made.values())
 
 
@@ -230,7 +230,7 @@ def check_ffn_ranks(ffn_ranks: Sequence[int], engines: Sequence[int]) -> None:
             raise InputError("ffn_ranks", str(ranks), "0 or more")
         within("ffn_ranks", ranks, 1024)
     if any(ffn_ranks) and max(engines) == 1:
-        problem = "experts lie apart from the attention of engines that share them"
+        problem = "separate FFN GPUs need engines that share experts"
         raise InputError("ffn_ranks", problem, "--data-parallel-size 2 or more")
 
 

@@ -94,7 +94,9 @@ def cheapest_cluster(
     would change the answer (`sensitivity.effects`)."""
     config, max_gpus, engines, wanted = space.config, space.max_gpus, space.engines, space.wanted
     if space.strategies and config.cluster.generates:
-        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
+        raise InputError(
+            "strategy", "applies only to prefill workers alone", "together with --prefill-only"
+        )
     _check(config, max_gpus)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, wanted, space.prices)
@@ -104,7 +106,7 @@ def cheapest_cluster(
         engines = space.engines
     check_ffn_ranks(space.ffn_ranks, engines)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
-        problem = "redundant experts are simulated where engines share them"
+        problem = "redundant experts need engines that share experts"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
     runs.report_start()
     clusters = [named(each) for each in why_not]
@@ -216,14 +218,14 @@ def _candidates(
 def _check(config: RunConfig, max_gpus: int) -> None:
     """Raise InputError for a load, or for workers, that a plan cannot size: it has one size."""
     if max_gpus < (2 if config.cluster.generates else 1):
-        raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+        raise InputError("max_gpus", str(max_gpus), "enough for one worker of each kind")
     within("max_gpus", max_gpus, MOST_GPUS)
     if config.requests.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     for role in ("prefill", "decode"):
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(getattr(config.cluster, role), name) is not None:
-                problem = "a plan searches one size of all workers"
+                problem = "a plan gives all workers one size"
                 raise InputError(f"{role}.{name}", problem, name)
 
 

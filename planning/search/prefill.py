@@ -102,7 +102,7 @@ def check_prefill_only(config: RunConfig, objective: Objective | None) -> None:
             problem = "a plan of prefill workers alone chooses the parallelism"
             raise InputError(name, problem, "--strategy and --tensor-parallel-size (GPUs a worker)")
     if objective is not None and objective.level.tpot is not None:
-        raise InputError("slo", "prompts alone have no time per output token", "ttft or e2el")
+        raise InputError("slo", "prefill workers alone have no TPOT", "ttft or e2el")
 
 
 def prefill_candidates(

@@ -212,7 +212,7 @@ class RoutingArtifact:
             with loaded as file:
                 arrays = {name: file[name] for name in file.files}
         except Exception as error:  # zipfile and numpy raise a dozen kinds on foreign bytes
-            raise InputError("artifact", f"{source} is no routing artifact (.npz)") from error
+            raise InputError("artifact", f"{source} is not a routing artifact (.npz)") from error
         try:
             return _checked(arrays)
         except (KeyError, TypeError, ValueError) as error:
@@ -335,16 +335,16 @@ def _checked(arrays: Mapping[str, Array]) -> RoutingArtifact:
         clustering=cast("Method", _one_of("clustering", METHODS, facts)),
     )
     n_layers = len(artifact.layer_order)
-    _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is no table")
+    _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is not a table")
     _require(bool((np.isfinite(artifact.idf) & (artifact.idf >= 0)).all()), "idf is out of range")
     _require(
         len(artifact.idf) == n_layers
         and np.array_equal(np.sort(artifact.layer_order), np.arange(n_layers)),
-        "layer_order is no order of the layers of idf",
+        "layer_order is not an order of the layers of idf",
     )
     _require(
         artifact.rho.shape == (n_layers,) and bool((np.abs(artifact.rho) <= 1 + 1e-9).all()),
-        "rho is no curve over the layers",
+        "rho is not a curve over the layers",
     )
     _require(1 <= artifact.n_kept <= n_layers, f"n_kept={artifact.n_kept} of {n_layers} layers")
     kept_by_rule = {"greedy": int(np.argmax(artifact.rho)) + 1, "all": n_layers}
@@ -371,7 +371,7 @@ def _checked(arrays: Mapping[str, Array]) -> RoutingArtifact:
     _require(
         activation.shape == (artifact.n_decoders, *artifact.idf.shape)
         and bool(((activation >= 0) & (activation <= 1)).all()),
-        "cluster_activation is no fraction of steps by centroid, layer and expert",
+        "cluster_activation is not a fraction of steps by centroid, layer and expert",
     )
     return artifact
 

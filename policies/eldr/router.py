@@ -314,7 +314,7 @@ def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArti
     if parameters.artifact is not None:
         found = RoutingArtifact.load(Path(parameters.artifact))
     if found is None:
-        raise InputError("policy", "'eldr' needs a routing artifact and none was given")
+        raise InputError("policy", "'eldr' needs a routing artifact, and none was given")
     if isinstance(found, RoutingArtifact):
         found.check_made_with(**given)
         return found

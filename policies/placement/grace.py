@@ -80,7 +80,7 @@ class GroupedPlacement(PlacementPolicy):
                 "expert_placement",
                 f"{self.name!r} cannot spread {group.n_experts} experts over {group.n_ranks} GPUs "
                 f"of {group.n_nodes} nodes",
-                "full nodes, and an expert a GPU at least",
+                "full nodes, and at least one expert per GPU",
             )
         key = group.n_ranks, group.n_nodes
         if key not in self._placed:

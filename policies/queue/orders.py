@@ -110,7 +110,9 @@ class ShortestResidenceFirst(QueueOrder):
     def keys(self, requests: Waiting) -> Array:
         """Return the expected residences, s."""
         if requests.output_len is None:
-            raise InputError("queue_order", f"{self.name!r} needs outputs and none were given")
+            raise InputError(
+                "queue_order", f"{self.name!r} needs output lengths, and none were given"
+            )
         return residence_s(
             self._step_times, requests.prompt_len, self._outputs(requests), self._batch
         )

@@ -64,7 +64,7 @@ def rank_weights(placement: Placement) -> Floats:
     if placement.load is None:
         raise InputError(
             "replica_choice",
-            "it weighs instances by the load of their ranks, and this placement has no load",
+            "it weights instances by the load of their ranks, and this placement has no loads",
             "--expert-placement grace or eplb, or a policy that gives its placements a load",
         )
     mean = placement.load.mean(axis=1, keepdims=True)

@@ -129,7 +129,7 @@ def fit_activation(calibration: CalibrationSet) -> ActivationModel:
         raise InputError("calibration", f"{n} requests", "3 or more, to regress on them")
     selected = counts.sum(axis=2, keepdims=True, dtype=np.float64)
     if not selected.all():
-        raise InputError("calibration", "a request has no prompt token", "1 or more")
+        raise InputError("calibration", "a request has no prompt tokens", "1 or more")
     share = counts / selected
     activation = calibration.decode_activation.astype(np.float64)
     mean_share, mean_activation = share.mean(axis=0), activation.mean(axis=0)

@@ -14,7 +14,7 @@ def _engine_url(url: str) -> str:
     """Return an engine's base URL; ValueError if it is none, or holds a password."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is no base URL such as http://127.0.0.1:8000")
+        raise ValueError(f"{url!r} is not a base URL such as http://127.0.0.1:8000")
     if parts.username is not None or parts.password is not None:
         raise ValueError("a URL with a user or a password; clients send their API key themselves")
     if parts.port is None and parts.netloc.endswith(":"):
@@ -34,7 +34,7 @@ def _endpoint(text: str) -> str:
     parts = urlsplit(text)
     tcp = parts.scheme == "tcp" and parts.hostname not in (None, "*") and parts.port
     if not (tcp or (parts.scheme in ("ipc", "inproc") and text.partition("://")[2])):
-        raise ValueError(f"{text!r} is no endpoint such as tcp://127.0.0.1:5557")
+        raise ValueError(f"{text!r} is not an endpoint such as tcp://127.0.0.1:5557")
     return text
 
 

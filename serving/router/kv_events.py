@@ -96,17 +96,17 @@ class CachedPrefixes:
         known, size, hashes = self._keys[engine], about.get("block_size"), _hashes(about)
         tokens, parent = about.get("token_ids"), about.get("parent_block_hash")
         if type(size) is not int or not 1 <= size <= _MOST_BLOCK_SIZE:
-            raise MalformedEvent(f"block_size is no whole number from 1 to {_MOST_BLOCK_SIZE}")
+            raise MalformedEvent(f"block_size is not a whole number from 1 to {_MOST_BLOCK_SIZE}")
         if not _is_list(tokens) or len(tokens) < size * len(hashes):
-            raise MalformedEvent("token_ids is no list of the blocks' tokens")
+            raise MalformedEvent("token_ids is not a list of the blocks' tokens")
         if not set(map(type, tokens)) <= {int}:
             raise MalformedEvent("token_ids holds something else than whole numbers")
         if parent is not None and not isinstance(parent, _HASH):
-            raise MalformedEvent("parent_block_hash is no number or bytes")
+            raise MalformedEvent("parent_block_hash is not a number or bytes")
         begins = _ROOT if parent is None else known.get(parent)
         extra = about.get("extra_keys") or ()
         if not _is_list(extra):
-            raise MalformedEvent("extra_keys is no list")
+            raise MalformedEvent("extra_keys is not a list")
         salted = any(extra) or about.get("lora_id") or about.get("lora_name")
         if begins is None or salted or size != (self.block_size or size):
             return
@@ -135,7 +135,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def _hashes(about: Mapping[str, Any]) -> Sequence[Any]:
     hashes = about.get("block_hashes")
     if not (_is_list(hashes) and all(isinstance(one, _HASH) for one in hashes)):
-        raise MalformedEvent("block_hashes is no list of numbers or bytes")
+        raise MalformedEvent("block_hashes is not a list of numbers or bytes")
     return hashes
 
 

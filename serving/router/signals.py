@@ -43,7 +43,7 @@ def parse_metrics(text: str) -> EngineSignals:
     try:
         found = [values[f"vllm:{name}"] for name in _NAMES]
     except KeyError as missing:
-        raise InputError("metrics", f"{missing} is not there", "those of a vLLM engine") from None
+        raise InputError("metrics", f"{missing} is missing", "those of a vLLM engine") from None
     for name, each, most in zip(_NAMES, found, (_MOST, _MOST, 1.001), strict=True):
         for value in each:
             if not 0 <= value <= most:  # neither where it is NaN

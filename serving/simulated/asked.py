@@ -225,7 +225,7 @@ def _from_response(body: dict[str, Any]) -> dict[str, Any]:
     messages = []
     for item in items:
         if not isinstance(item, dict) or item.get("type", "message") != "message":
-            raise ValueError("input: an item that is no message")
+            raise ValueError("input: an item that is not a message")
         messages.append(item)
     if body.get("instructions") is not None:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
@@ -295,7 +295,7 @@ def _text_of(message: Any) -> str:
     if isinstance(content, list):
         content = "".join(_parts(content))
     if content is not None and not isinstance(content, str):
-        raise ValueError("messages: content is no text")
+        raise ValueError("messages: content is not text")
     return content or ""
 
 

@@ -247,7 +247,7 @@ def replay(path: str | Path) -> Result:
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     heads = [n for n, entry in enumerate(entries) if isinstance(entry, dict) and "config" in entry]
     if not heads or heads[0] > 0:
-        raise InputError("replay", f"{path} is no log of eldr-sim serve")
+        raise InputError("replay", f"{path} is not a log of eldr-sim serve")
     entries, skipped = entries[heads[-1] :], heads[-1]
     simulation = Simulation(make_config(entries[0]["config"]), arrivals=False, prefixes=True)
     cluster = simulation.cluster

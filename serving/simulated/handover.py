@@ -35,10 +35,12 @@ def workers_of(config: RunConfig) -> list[Worker]:
     """
     topology = config.cluster.topology
     if not isinstance(topology, str) or not config.cluster.generates:
-        raise InputError("topology", f"workers of {topology} as servers", "xC or xPyD")
+        raise InputError(
+            "topology", f"{topology} workers cannot be served at separate ports", "xC or xPyD"
+        )
     if config.cluster.conditional_disagg is not None:
-        problem = "decode workers with a port compute no prompts"
-        raise InputError("conditional_disagg", problem, "a rule of your router")
+        problem = "decode workers with separate ports compute no prompts"
+        raise InputError("conditional_disagg", problem, "a rule in your router")
     roles: list[Role | None] = ["prefill"] * config.cluster.n_prefill
     roles += ["decode" if roles else None] * config.cluster.n_decode
     alone: dict[Role | None, dict[str, Any]] = {
@@ -97,7 +99,7 @@ def handed_over(rank: int, name: str, prompt_len: int, block_size: int) -> dict[
         rank: Number of the worker.
         name: Id of its answer.
         prompt_len: Tokens of the prompt.
-        block_size: Tokens of a KV block.
+        block_size: Size of a KV block, tokens.
     """
     return {
         "do_remote_prefill": True,

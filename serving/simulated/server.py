@@ -34,7 +34,7 @@ _KINDS = {
 class Service:
     """A cluster behind OpenAI's paths. ``speed``: simulated seconds a second; ``max_queue``: beyond
     this many waiting requests the answer is 429; ``ready_after_s``: not healthy for this long;
-    ``tokenizer``: a ``tokenizer.json``, else four characters are a token; ``log``: see
+    ``tokenizer``: a ``tokenizer.json``, else four characters per token; ``log``: see
     `core.replay`; ``adapters``: names of LoRA adapters; ``kv_events``: what its engines publish,
     the first of them as ``rank``; ``role``: of the one worker of a 1P1D cluster that it stands for,
     see `handover`."""

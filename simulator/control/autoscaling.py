@@ -106,7 +106,7 @@ class ScalingRule:
 def check_budget(budget: int | None, used: int) -> None:
     """Raise InputError where the workers that there are at first use more GPUs than allowed."""
     if budget is not None and used > budget:
-        problem = f"{budget} GPUs, and the workers at the beginning use {used}"
+        problem = f"{budget} GPUs, and the initial workers use {used}"
         raise InputError("gpu_budget", problem, "more, or fewer initial_workers")
 
 

@@ -197,8 +197,8 @@ class CompiledCluster:
         """Raise InputError if a router holds requests that nothing will make it ask for again."""
         for router in self.routers:
             if n := int(router.arrays.record["n"][0]):
-                problem = f"{router.policy.name!r} holds {n} requests and no other is left to end"
-                raise InputError("policy", problem, "a policy that places the last requests, too")
+                problem = f"{router.policy.name!r} holds {n} requests, and none is in flight"
+                raise InputError("policy", problem, "a policy that also places the last requests")
 
     def _grow_logs(self) -> None:
         """Make room where there is none: for steps of engines or groups, or for gaps."""
@@ -224,7 +224,7 @@ class CompiledCluster:
         known = int(state.COMPLETED), int(state.AFTER_WINDOW)
         ends = {state.OUTCOMES[end] for end in arrived["outcome"].tolist() if end not in known}
         why = ", ".join(sorted(ends)) or "they last too long"
-        problem = f"prompts that warm up caches do not complete: {why}"
+        problem = f"the prompts that warm caches do not complete: {why}"
         raise InputError("workload", problem, "sessions that the engines can serve")
 
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:

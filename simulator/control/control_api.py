@@ -292,7 +292,7 @@ class Control:
         if worker in self._switching:
             raise InputError("start", f"{worker} is part of a switch", "a worker that is not")
         if worker in self._starting:
-            raise InputError("start", f"{worker} starts", "a worker that does not")
+            raise InputError("start", f"{worker} is starting", "a worker that is not starting")
         self._check_order("start", worker)
         if worker in self._drained:
             self._drained.remove(worker)
@@ -300,7 +300,9 @@ class Control:
             self._note(worker, READY)
             return done.succeed(worker)
         if engines[0] not in self.acts.dead:
-            raise InputError("start", f"{worker} serves", "a worker that died, drains or is absent")
+            raise InputError(
+                "start", f"{worker} is serving", "a worker that died, drains or is absent"
+            )
         spec = self.cluster.spec
         seconds = spec.pools[spec.names.index(worker.pool)].engine.start_up_s
         self._starting[worker] = done
@@ -385,7 +387,7 @@ class Control:
         gap = there & set(self._behind(worker)) if field == "stop" else set(before) - there
         if worker.pool in self.cluster.elastic and gap:
             allowed = "the last engine to stop, the one behind the last to start"
-            raise InputError(field, f"{worker} is in the midst of its group", allowed)
+            raise InputError(field, f"{worker} is in the middle of its group", allowed)
 
     def drain(self, worker: Worker) -> None:
         """Let routers send a worker nothing new; it finishes what it has."""
@@ -400,7 +402,7 @@ class Control:
         """Let a worker die, with all it has; routers know of it ``health_delay_ms`` later."""
         engines = self._engines(worker)
         if engines[0] in self.acts.dead:
-            raise InputError("fail", f"{worker} is not there", "a worker that is")
+            raise InputError("fail", f"{worker} is absent", "a worker that is present")
         if worker in self._drained:
             self._drained.remove(worker)
             self.acts.avoid(engines, -1)
@@ -431,7 +433,7 @@ class Control:
         self._check_may_go("switch", worker)
         free = [place for place in other if self._is_free(place)]
         if not free:
-            raise InputError("switch", f"{pool} has no place free", 'absent=("decode:4",)')
+            raise InputError("switch", f"{pool} has no free place", 'absent=("decode:4",)')
         self.drain(worker)
         self._switching |= {worker, free[0]}
         self._note(free[0], RESERVED)

@@ -91,7 +91,7 @@ def set_lengths(
         if name == "prompt_len" and cluster.workload.prefix_block_tokens and cluster.sent is None:
             raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
         if keys is not None and keys.any():
-            raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")
+            raise InputError(name, "the queue order uses the workload's lengths", "fcfs")
         getattr(cluster.workload, name)[request] = tokens
         cluster.requests[name][request] = tokens
     record = cluster.requests[request]

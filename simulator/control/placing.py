@@ -208,7 +208,7 @@ def relocations_of(
     if not movable:
         raise InputError(
             "eplb_interval",
-            "no worker's engines share experts that a placement policy moves",
+            "no engines share experts that a placement policy could move",
             "--data-parallel-size 2 or more with --expert-placement eplb",
         )
     rule = relocation.RelocationRule(

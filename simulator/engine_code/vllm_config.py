@@ -81,7 +81,7 @@ def refuse(spec: ClusterSpec, queue_keys: bool) -> None:
     }  # fmt: skip
     for field, unknown in refused.items():
         if unknown:
-            problem = "the vllm backend does not run it"
+            problem = "the vllm backend does not support it"
             raise InputError(field, problem, "--backend compiled")
 
 

@@ -105,7 +105,7 @@ def _of_workers(
         for name in ("kv_transfer", "handover", "answer_kv", "kv_reserve"):
             yield name, f"no KV cache is handed over in {config.cluster.topology}"
     elif workload.parent is None:
-        yield "answer_kv", "no request goes on with another (--workload chat)"
+        yield "answer_kv", "no request continues another (--workload chat)"
     if not groups:
         for name in _OF_GROUPS:
             yield name, "no engines share experts and exchange tokens"

@@ -171,8 +171,8 @@ class ReferenceCluster:
             return
         for router in self.routers:
             if n := len(router.held):
-                problem = f"{router.policy.name!r} holds {n} requests and no other is left to end"
-                raise InputError("policy", problem, "a policy that places the last requests, too")
+                problem = f"{router.policy.name!r} holds {n} requests, and none is in flight"
+                raise InputError("policy", problem, "a policy that also places the last requests")
         raise RuntimeError(f"no event left at {self.env.now:.3f} s with requests open")
 
     def let_publish(self) -> None:

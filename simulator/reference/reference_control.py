@@ -124,7 +124,7 @@ class ReferenceControl(Control):
             if name == "prompt_len" and model.workload.prefix_block_tokens:
                 raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
             if keys is not None and keys.any():
-                raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")
+                raise InputError(name, "the queue order uses the workload's lengths", "fcfs")
             getattr(model.workload, name)[request.number] = tokens
             setattr(request, name, tokens)
         context = np.array([request.prompt_len + request.output_len])

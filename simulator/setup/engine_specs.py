@@ -133,7 +133,7 @@ def make_engine_spec(
         drafts, config.steps.acceptance, config.requests.seed, model, parallelism, build, domains
     )
     if speculation is not None and not config.cluster.generates:
-        problem = "requests end with their prompts: there is nothing to draft"
+        problem = "requests end with their prompts, so there is nothing to draft"
         raise InputError("speculative_config", problem, "not given")
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"

@@ -83,17 +83,17 @@ def parse_tier(text: str) -> Tier:
     )  # fmt: skip
     if values:
         allowed = "load, store, total, latency, scope, write, exclusive, evict"
-        raise InputError("kv_tier", f"{next(iter(values))!r} is no such word", allowed)
+        raise InputError("kv_tier", f"{next(iter(values))!r} is not a valid word", allowed)
     if min(load, store, total) <= 0.0:
         raise InputError("kv_tier", f"{text!r} moves no bytes", "bandwidths above 0")
     if tier.exclusive and tier.write != "back":
-        raise InputError("kv_tier", f"{text!r}: exclusive", "write=back beside it")
+        raise InputError("kv_tier", f"{text!r}: exclusive", "together with write=back")
     if tier.evict == "session" and tier.write != "through":
-        problem = f"{text!r}: sessions are what is stored when it is computed"
+        problem = f"{text!r}: evict=session needs blocks that are stored when computed"
         raise InputError("kv_tier", problem, "write=through beside evict=session")
     if tier.exclusive and tier.evict == "arc":
-        problem = f"{text!r}: a load removes the block, and ARC has to see it used again"
-        raise InputError("kv_tier", problem, "evict=lru, fifo beside exclusive")
+        problem = f"{text!r}: exclusive loads remove the block, but ARC needs to see its reuse"
+        raise InputError("kv_tier", problem, "evict=lru or fifo with exclusive=yes")
     return tier
 
 
@@ -103,7 +103,7 @@ def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
     if config.answer_kv == "pull":
         tiers += (Tier(DECODE, 0.0, math.inf, math.inf, math.inf),)
     if len({tier.name for tier in tiers}) < len(tiers):
-        raise InputError("kv_tier", "two tiers have one name", "a name for each")
+        raise InputError("kv_tier", "two tiers have the same name", "a name for each")
     return tiers
 
 

@@ -78,7 +78,7 @@ def prepare(
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
     config = _with_blocks_for_states(config, model)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
-        raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+        raise InputError("prefill", "co-located workers form one pool", "decode, or none")
     if not config.cluster.generates and config.cluster.decode != Pool():
         raise InputError("decode", "requests end with their prompts", "prefill, or none")
     if not config.cluster.generates and config.requests.output_len not in (None, 1):
@@ -94,7 +94,9 @@ def prepare(
             raise InputError(name, problem, f"--engine {' or '.join(owners)}")
     if config.cluster.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
         problem = "no worker has several engines"
-        raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
+        raise InputError(
+            "enable_elastic_ep", problem, "together with --data-parallel-size 2 or more"
+        )
     windows = windows_of(config.engine, config.pools, config.cluster.n_prefill > 0, model)
     with track_table_use() as used:
         # The last pool first: of two mistakes the one of its workers is told.
@@ -103,14 +105,16 @@ def prepare(
         ]
     engines.reverse()
     if any(engine.layout != engines[0].layout for engine in engines if engine.layout):
-        raise InputError("topology", "pools that stream weights are all alike", "one such pool")
+        raise InputError("topology", "only one of the pools streams weights", "one such pool")
     pools, transfer = _pools(config, engines, model)
     places = sum(pool.n * pool.engine.max_num_seqs for pool in pools)
     within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len = config.effective_output_len
     drafting = [pool.speculative_config for pool in config.pools if pool.decodes]
     if config.steps.acceptance is not None and not any(drafting):
-        raise InputError("acceptance", "nothing is drafted", "--speculative-config beside it")
+        raise InputError(
+            "acceptance", "there is no speculative decoding", "together with --speculative-config"
+        )
     # What looks drafts up needs the last step's tokens first.
     ahead = not any(
         drafts and drafts.num_speculative_tokens and drafts.method in LOOKING_UP
@@ -209,7 +213,9 @@ def _pools(
             ):
                 senders = ", ".join(config.pools[at].name for at in sources)
                 problem = f"fetches KV caches from pools of other GPUs or sizes: {senders}"
-                raise InputError(f"topology.{pool.name}", problem, "senders that are alike")
+                raise InputError(
+                    f"topology.{pool.name}", problem, "senders of the same GPU and size"
+                )
             made[source], made[target], weights[target] = sends, fetches, weight
     pools = []
     for at, (pool, engine) in enumerate(zip(config.pools, engines, strict=True)):
@@ -246,7 +252,7 @@ def _conditional(config: RunConfig) -> Conditional:
     rule = parse_conditional(config.cluster.conditional_disagg)
     if rule.entry:
         if not config.cluster.hands_over:
-            problem = f"{config.cluster.topology} hands no prompts over"
+            problem = f"{config.cluster.topology} does not hand over prompts"
             raise InputError("conditional_disagg", problem, "prefill and decode workers")
         if registry.needs("policy", config.policies.policy).signature is not None:
             problem = (
@@ -303,7 +309,7 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
             unset = field.default, of_version.get(name)
             if name not in ("frontend", "handover") and config.value(name) not in unset:
                 problem = f"there are no API servers (--frontend {NO_FRONT_END})"
-                raise InputError(name, problem, "a front end beside it")
+                raise InputError(name, problem, "together with a front end")
         return None
     entry = pools_of(config.cluster.topology).routers[0]
     calibration = load_calibration(config.steps.calibration)

@@ -50,7 +50,9 @@ def _recorded(workload: str, routing: RoutingConfig, model: ModelDims) -> Routin
     if routing.trace is None:
         return _drawn(model, _domains(workload, routing), routing.routing_band)
     if routing.routing_band != "middle":
-        raise InputError("routing_band", "a band beside a trace", "one of both")
+        raise InputError(
+            "routing_band", "a routing band has no effect with a recorded trace", "one of the two"
+        )
     manifest = Path(routing.trace) / "manifest.json"
     stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
     return _fitted(routing.trace, stamp, model)

@@ -35,8 +35,8 @@ def check_experts(pool: Pool, role: str) -> None:
     parallelism, placement = pool.parallelism, pool.expert_placement
     spread = parallelism.data_parallel_size > 1 and parallelism.expert_parallel
     if pool.num_redundant_experts and not spread:
-        problem = "redundant experts are simulated where engines share whole ones"
-        allowed = "--data-parallel-size 2 or more and --enable-expert-parallel beside it"
+        problem = "redundant experts need engines that share whole experts"
+        allowed = "together with --data-parallel-size 2 or more and --enable-expert-parallel"
         raise InputError("num_redundant_experts", problem, allowed)
     if placement != "linear" and parallelism.n_expert_ranks == 1:
         raise InputError(
@@ -57,7 +57,7 @@ def check_disaggregated(
         problem = f"{pool.name} workers compute prompts, which is not simulated with FFN GPUs"
         raise InputError(field, problem, "a pool that others hand over to, as in 4P8A16F")
     if (pool.data_parallel_size or 1) < 2:
-        raise InputError(field, "one engine of attention", "2 or more, as in 4P2A1F")
+        raise InputError(field, "there is only one attention engine", "2 or more, as in 4P2A1F")
     if pool.speculative_config is not None:
         problem = "drafts are not simulated with separate FFN GPUs"
         raise InputError("speculative_config", problem, "not given")
@@ -70,7 +70,7 @@ def check_disaggregated(
     topology, engines = cluster.topology, cluster.decode.data_parallel_size
     if isinstance(topology, str) and engines is not None:
         problem = f"{engines} engines beside those of {topology}"
-        raise InputError("decode.data_parallel_size", problem, "one of both")
+        raise InputError("decode.data_parallel_size", problem, "one of the two")
 
 
 def sharing(
@@ -83,7 +83,7 @@ def sharing(
     """Return engines with what they share where they share experts, ``n_redundant`` among them."""
     pool = engine.own
     if steps.cudagraph_padding not in (None, "none"):
-        problem = "engines that share experts pad to the widest of them, which is not simulated"
+        problem = "padding to the widest of several engines is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
     parallelism, redundant = engine.parallelism, engine.n_redundant
     backend = pool.all2all_backend or cluster.all2all_backend
@@ -208,7 +208,7 @@ def hold_instances(
 def _check_copies(replica_choice: str, engine: EngineSpec, placement: Placement) -> None:
     """Raise InputError where a placement's copies of experts cannot be served."""
     if engine.group is None:
-        problem = "copies of experts are simulated where engines share them"
+        problem = "copies of experts need engines that share experts"
         allowed = "--data-parallel-size 2 or more, or a placement without copies"
         raise InputError("expert_placement", problem, allowed)
     if registry.needs("replica_choice", replica_choice).rank_loads:

@@ -143,7 +143,7 @@ def _acceptances(
         raise InputError(field, problem, f"{', '.join(names)}, other")
     found = {name: given.acceptance.get(name, given.acceptance.get("other")) for name in names}
     if left := [name for name, named in found.items() if named is None]:
-        raise InputError(field, f"nothing for {', '.join(left)}", "one for it, or for other")
+        raise InputError(field, f"no value for {', '.join(left)}", "a value for it, or for other")
     return {name: acceptance_of(given, model, named) for name, named in found.items()}
 
 

@@ -71,7 +71,7 @@ def prompt_layout(
     if not cluster.n_prefill:
         for name in _STREAMING:
             if getattr(settings, name):
-                raise InputError(name, "co-located workers stream no weights", "xPyD or xP")
+                raise InputError(name, "co-located workers do not stream weights", "xPyD or xP")
     if pool.decodes:
         return None
     if settings.kv_cache_free and cluster.generates:
@@ -79,7 +79,9 @@ def prompt_layout(
         raise InputError("kv_cache_free", problem, "xP, such as 8P")
     streams = settings.expert_gather is not None or settings.offload_window is not None
     if settings.gather_interference and settings.expert_gather is None:
-        raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")
+        raise InputError(
+            "gather_interference", "no experts are gathered", "together with --expert-gather"
+        )
     stream = experts = pipeline = None
     if streams:
         _check_stream(settings, pool, parallelism)
@@ -118,17 +120,17 @@ def _check_stream(settings: ExpertsConfig, pool: Pool, parallelism: Parallelism)
         raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
     if settings.expert_gather is not None and engines == 1:
         raise InputError(
-            name, "one GPU has no others to gather from", "--data-parallel-size 2 to 8"
+            name, "there are no other GPUs to gather from", "--data-parallel-size 2 to 8"
         )
     if engines > 1 and not parallelism.expert_parallel:
-        raise InputError(name, "experts that are gathered are whole", "--enable-expert-parallel")
+        raise InputError(name, "gathered experts must be whole", "--enable-expert-parallel")
     if settings.expert_gather == "needed":
         # The host's copies are of whole layers, and no gather runs beside one that computes.
         for other in ("offload_window", "gather_interference"):
             if getattr(settings, other):
-                raise InputError(other, "experts are gathered as a gate chooses them", "none")
+                raise InputError(other, "experts are gathered after the gate's choice", "none")
     if pool.num_redundant_experts:
-        raise InputError("num_redundant_experts", "every layer is gathered whole", "0")
+        raise InputError("num_redundant_experts", "every layer is gathered completely", "0")
     if pool.expert_placement != "linear":
         problem = "every GPU computes with all experts, wherever they lie"
         raise InputError("expert_placement", problem, "linear, where experts are gathered")

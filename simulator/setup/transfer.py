@@ -26,7 +26,7 @@ def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) ->
     senders, receivers = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if max(senders, receivers) % min(senders, receivers):
         problem = f"{senders} GPUs a prefill worker and {receivers} a decode worker"
-        raise InputError("tensor_parallel_size", problem, "sizes of which one divides the other")
+        raise InputError("tensor_parallel_size", problem, "sizes where one divides the other")
     heads = 1 if model.attention == "mla" else model.n_kv_heads
     sources = max(1, min(senders, heads) // receivers)
     return Pull(receivers, min(senders, receivers * sources), sources)

@@ -189,7 +189,7 @@ def test_force_spares_a_folder_that_is_no_result(run_cli, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     code, _, err = run_cli("run", *SHORT, "--out", tmp_path, "--force")
     assert code == 2
-    assert "is no result" in err
+    assert "is not a result" in err
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

@@ -93,7 +93,7 @@ def test_rows_of_many_repeats_count_more():
 
 
 def test_rows_of_decodes_alone_are_refused():
-    with pytest.raises(InputError, match="what a token costs"):
+    with pytest.raises(InputError, match="the cost of a token"):
         EngineStepLatency.from_table(engine_table(DECODES, np.ones(len(DECODES))))
 
 

@@ -125,10 +125,10 @@ def test_axes_are_parsed():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"topology": ["1P1D"]}, "topology: is no axis of a plan"),
-        ({"decode.tensor_parallel_size": [1, 2]}, "is no axis of a plan"),
-        ({"seed": [1, 2]}, "seed: is no axis"),
-        ({"queue_order": ["fcfs", "fcfs"]}, "queue_order: fcfs, fcfs names one twice"),
+        ({"topology": ["1P1D"]}, "topology: cannot be an axis of a plan"),
+        ({"decode.tensor_parallel_size": [1, 2]}, "cannot be an axis of a plan"),
+        ({"seed": [1, 2]}, "seed: cannot be an axis"),
+        ({"queue_order": ["fcfs", "fcfs"]}, "queue_order: fcfs, fcfs names a value twice"),
         ({"queue_order": ["best"]}, "queue_order: "),
         ({"speed": [1, 2]}, "speed: no such field"),
     ],
@@ -271,8 +271,8 @@ def test_an_interrupted_plan_goes_on(run_cli, monkeypatch, tmp_path):
 def test_a_plan_without_a_folder_keeps_nothing(run_cli):
     arguments = ["plan", "--slo", "ttft:500", "--request-rate", "20", "--resume"]
     code, _, err = run_cli(*arguments)
-    assert (code, err) == (2, "Error: resume: no plan is kept without --out (allowed: --out DIR "
-                              "beside it)\n")  # fmt: skip
+    assert (code, err) == (2, "Error: resume: there is no plan to continue without --out "
+                              "(allowed: together with --out DIR)\n")  # fmt: skip
 
 
 def test_a_default_that_leaves_no_memory_is_a_shape_that_does_not_fit():

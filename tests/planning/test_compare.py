@@ -92,6 +92,6 @@ def test_a_comparison_writes_itself_whole_and_spares_what_is_none(fake_runs, tmp
     found.write(tmp_path / "out", force=True)
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is no result with a summary\.json"):
+    with pytest.raises(InputError, match=r"is not a result with a summary\.json"):
         found.write(tmp_path / "plan", force=True)
     assert (tmp_path / "plan" / "plan.json").exists()

@@ -192,16 +192,16 @@ def test_what_plan_emits_is_read_as_what_was_planned(tmp_path, fields, name):
 @on_each(
     "text, said",
     [
-        ("a: 1", "no deployment that is known"),
+        ("a: 1", "not a known kind of deployment file"),
         ("x: {{ .Values.y }}", "Helm template"),
         ("services: {web: {image: nginx}}", "has no engine"),
         ("services: {a: {image: vllm, command: '--model x', scale: many}}", "replicas is 'many'"),
         (LLM_D.replace('"64", "--max', '"32", "--max'), "block_size is "),
         (LLM_D.replace("replicas: 2", "replicas: 0"), "engines of prefill"),
-        ("servingEngineSpec: 3", "servingEngineSpec is no mapping"),
-        ("servingEngineSpec: {modelSpec: {a: 1}}", "modelSpec is no list"),
+        ("servingEngineSpec: 3", "servingEngineSpec is not a mapping"),
+        ("servingEngineSpec: {modelSpec: {a: 1}}", "modelSpec is not a list"),
         ("kind: DynamoGraphDeployment", "has no engine"),
-        ("- a", "no deployment that is known"),
+        ("- a", "not a known kind of deployment file"),
         ("a: [", "not YAML"),
     ],
 )

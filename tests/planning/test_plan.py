@@ -424,9 +424,9 @@ def test_the_best_split_is_that_of_all_splits():
     "arguments, message",
     [
         ({"gpus": ["h1000"]}, "gpu: unknown GPU 'h1000'"),
-        ({"gpus": ["h100", "H100"]}, "gpu: H100, H100 names one twice"),
+        ({"gpus": ["h100", "H100"]}, "gpu: H100, H100 names a value twice"),
         ({"policies": ["best"]}, "policy: unknown policy 'best'"),
-        ({"policies": ["jsq", "jsq"]}, "policy: jsq, jsq names one twice"),
+        ({"policies": ["jsq", "jsq"]}, "policy: jsq, jsq names a value twice"),
         ({"prices": {"h100": 2.0}}, "price: none of MI300X"),
         ({"prices": {"h1000": 2.0}}, "gpu: unknown GPU 'h1000'"),
         ({"max_gpus": 1}, "max_gpus: 1"),
@@ -452,7 +452,10 @@ def test_bad_plan(arguments, message):
     ("values", "message"),
     [
         ({"decode": {"data_parallel_size": 2}}, r"decode\.data_parallel_size: a plan"),
-        ({"decode": {"tensor_parallel_size": 2}}, r"decode\.tensor_parallel_size: a plan searches"),
+        (
+            {"decode": {"tensor_parallel_size": 2}},
+            r"decode\.tensor_parallel_size: a plan gives all",
+        ),
     ],
 )
 def test_workers_that_a_plan_cannot_size_are_refused(values, message):
@@ -646,7 +649,7 @@ def test_redundant_experts_need_engines_that_share_experts():
             Space(make_config(BASE), axes={"num_redundant_experts": (0, 16)}),
             Cheapest(Objective(LEVEL)),
         )
-    with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names one twice"):
+    with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names a value twice"):
         find(
             Space(make_config(GROUPS), axes={"num_redundant_experts": (16, 16)}),
             Cheapest(Objective(LEVEL)),

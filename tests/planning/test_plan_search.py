@@ -237,8 +237,11 @@ def test_slo_is_read():
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["ttft=500"], "slo: 'ttft=500' is no bound (allowed: METRIC:MS such as ttft:500,tpot:30)"),
-        (["ttft:500,"], "slo: '' is no bound"),
+        (
+            ["ttft=500"],
+            "slo: 'ttft=500' is not a bound (allowed: METRIC:MS such as ttft:500,tpot:30)",
+        ),
+        (["ttft:500,"], "slo: '' is not a bound"),
         (["ttft:1,ttft:2"], "slo: 'ttft:2' is given twice"),
         (["itl:30"], "slo: itl: no such field (allowed: ttft, tpot and e2el in ms)"),
         (["tpot:-1"], "slo: tpot: '-1': input should be greater than 0"),

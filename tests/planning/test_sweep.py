@@ -214,7 +214,7 @@ def test_force_replaces_a_sweep_and_nothing_else(tmp_path, fake_runs):
         sweep(SPEC, out, jobs=1, force=True, resume=True)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "text").write_text("years of work")
-    with pytest.raises(InputError, match="exists and is no sweep"):
+    with pytest.raises(InputError, match="exists and is not a sweep"):
         sweep(SPEC, tmp_path / "thesis", jobs=1, force=True)
     assert (tmp_path / "thesis" / "text").read_text() == "years of work"
 
@@ -234,7 +234,7 @@ def test_resume_refuses_another_sweep_and_a_new_one_a_folder_in_use(tmp_path, fa
     assert contents(out) == before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="is no sweep"):
+    with pytest.raises(InputError, match="is not a sweep"):
         sweep(SPEC, tmp_path / "thesis", jobs=1, resume=True)
     assert len(list((tmp_path / "thesis").iterdir())) == 1
 
@@ -246,7 +246,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path, fake_runs):
     def start_another(progress):
         if progress.done == 3:
             for resume in (False, True):
-                with pytest.raises(InputError, match="another sweep is at work") as error:
+                with pytest.raises(InputError, match="another sweep is running") as error:
                     sweep(SPEC, out, jobs=1, resume=resume)
                 refused.append(str(error.value))
 

@@ -102,7 +102,7 @@ def test_key_tells_configurations_apart():
 
 GRID = "sweep: {type: grid, parameters: {burstiness: [0.1]}}"
 BAD = [
-    ("5", "sweep: no sweep in it"),
+    ("5", "sweep: the file has no sweep"),
     ("{sweep: 3}", "sweep: "),
     ("{sweep: {type: gird}}", "sweep.type: "),
     ("{sweep: {parameters: {burstiness: [1]}}}", "sweep.type: "),

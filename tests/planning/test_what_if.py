@@ -322,7 +322,7 @@ def test_compare_takes_lists_of_clusters(run_cli, tmp_path, options, names):
 def test_compare_of_values_takes_no_other_comparison(run_cli):
     code, _, errors = run_cli("compare", "--topology", "2C,1P1D", "--drafts", "0,1")
     assert code == 2
-    assert "drafts: beside values of topology" in errors
+    assert "drafts: given together with values of topology" in errors
     _, _, errors = run_cli("compare", "--topology", "2C,1P1D", "--vary", "topology=2C,3C")
     assert "topology: in --vary and in --topology" in errors
 

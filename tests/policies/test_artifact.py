@@ -330,7 +330,7 @@ def rewritten(source, target, **changes):
     [
         ({"format_version": 1}, "format version 1, not 2"),
         ({"idf": None}, "lacks or garbles 'idf'"),
-        ({"idf": lambda a: a[0]}, "idf is no table"),
+        ({"idf": lambda a: a[0]}, "idf is not a table"),
         ({"idf": lambda a: a - 100}, "idf is out of range"),
         ({"idf": lambda a: a * np.nan}, "idf is out of range"),
         ({"idf": lambda a: a[:-1]}, "layer_order"),
@@ -375,10 +375,10 @@ def test_load_refuses_what_is_no_artifact(fitted, tmp_path):
     whole = path.read_bytes()
     for content in (b"", b"not an archive", whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="no routing artifact"):
+        with pytest.raises(InputError, match="not a routing artifact"):
             RoutingArtifact.load(path)
     np.save(tmp_path / "plain.npy", np.arange(3))
-    with pytest.raises(InputError, match="no routing artifact"):
+    with pytest.raises(InputError, match="not a routing artifact"):
         RoutingArtifact.load(tmp_path / "plain.npy")
     np.savez(tmp_path / "other.npz", weights=np.arange(3))
     with pytest.raises(InputError, match="lacks or garbles 'facts'"):

@@ -127,7 +127,7 @@ ROUTER = "from eldr_sim.policies.base import Needs, RouterPolicy\nclass Policy(R
 SELECTS = " def select(self, r, l): ..."
 BROKEN = {
     "imports": ("import nothing_of_that_name", "does not load"),
-    "value": ("Policy = 3", "is no class"),
+    "value": ("Policy = 3", "is not a class"),
     "nameless": (ROUTER + " decision = 'decode'\n" + SELECTS, "has no name"),
     "undecided": (
         ROUTER + " name = 'x'\n decision = 'lunch'\n" + SELECTS,
@@ -135,7 +135,7 @@ BROKEN = {
     ),
     "other": (
         ROUTER + " name = 'x'\n decision = 'queue'\n" + SELECTS,
-        "makes decision 'queue' and is no QueueOrder",
+        "makes decision 'queue' and is not a QueueOrder",
     ),
     "idle": (ROUTER + " name = 'x'\n decision = 'decode'", "has no method select"),
     "needless": (
@@ -201,7 +201,7 @@ def test_two_packages_may_not_share_a_name(tmp_path, monkeypatch):
         package(tmp_path, module, source, {"twice": f"{module}:Policy"})
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    with pytest.raises(InputError, match="offers 'twice', which another one has"):
+    with pytest.raises(InputError, match="offers 'twice', which another package has"):
         registry.names("prefill")
 
 

@@ -190,7 +190,7 @@ def test_draws_differ_by_rank_position_layer_and_expert():
 
 def test_a_placement_without_loads_cannot_weigh():
     placement = Placement(np.array([[0, 0]]), np.array([[0, 1]]), 2)
-    with pytest.raises(InputError, match="replica_choice: it weighs instances by the load"):
+    with pytest.raises(InputError, match="replica_choice: it weights instances by the load"):
         chosen("weighted", [0], np.array([[0]]), placement, 0, [0, 0])
 
 

@@ -485,9 +485,9 @@ def test_what_is_no_result_is_told_in_one_line(report_folders, tmp_path, run_cli
     empty = tmp_path / "empty"
     empty.mkdir()
     cases = {
-        (tmp_path / "absent",): "is no folder",
-        (empty,): "is no result",
-        (report_folders / "jsq" / "summary.json",): "is no folder",
+        (tmp_path / "absent",): "is not a folder",
+        (empty,): "is not a result",
+        (report_folders / "jsq" / "summary.json",): "is not a folder",
         (broken,): "cannot read",
         (other,): "has a run's files but not its contents",
         (lacking,): "has a run's files but not its contents",

@@ -253,4 +253,4 @@ def test_other_folders_say_what_a_report_is_made_of(file, tmp_path):
     with pytest.raises(InputError) as error:
         report([tmp_path])
     assert "what-if, sweep or plan" in error.value.allowed
-    assert ("is no result" in error.value.problem) == (file == "notes.txt")
+    assert ("is not a result" in error.value.problem) == (file == "notes.txt")

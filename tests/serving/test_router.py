@@ -546,7 +546,7 @@ def test_nothing_is_lost_in_chaos(disaggregated):
     ("fields", "message"),
     [
         ({"decode_urls": []}, "decode_urls"),
-        ({"decode_urls": ["ftp://a"]}, "no base URL"),
+        ({"decode_urls": ["ftp://a"]}, "not a base URL"),
         ({"decode_urls": ["http://user:secret@a"]}, "user or a password"),
         ({"decode_urls": ["http://a", "http://a/"]}, "named twice"),
         ({"decode_urls": ["http://a:99999"]}, "decode_urls.0"),

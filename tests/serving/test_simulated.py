@@ -264,7 +264,7 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
             if stream.times_s[0][0] == 1:
                 assert stream.times_s[0][1] == record["first_token_s"]
     head, bad = (tmp_path / "log.jsonl").read_text().splitlines()[0], tmp_path / "bad.jsonl"
-    for text, said in ((head + '\n{"cancel": 3}\n', "line 2: 't'"), ("{}\n", "is no log")):
+    for text, said in ((head + '\n{"cancel": 3}\n', "line 2: 't'"), ("{}\n", "is not a log")):
         bad.write_text(text)
         with pytest.raises(InputError, match=said):
             replay(bad)

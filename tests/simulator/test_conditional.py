@@ -118,7 +118,7 @@ def test_bad_rules_are_refused(text):
 def test_rules():
     assert parse_conditional("isl_bounding") == Conditional(int(SHORT), 2048.0, 0.7)
     assert parse_conditional("noncached:64") == Conditional(int(SHORT), 64.0, 1.0)
-    with pytest.raises(InputError, match="hands no prompts over"):
+    with pytest.raises(InputError, match="does not hand over prompts"):
         prepare(make_config({"topology": "2C", "conditional_disagg": "seconds"}))
 
 

@@ -195,7 +195,11 @@ def test_yaml_and_a_results_config_read_alike(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "is not YAML"), ("- 1\n- 2", "holds no mapping"), ("3: x", "holds no mapping")],
+    [
+        ("a: [", "is not YAML"),
+        ("- 1\n- 2", "does not hold a mapping"),
+        ("3: x", "does not hold a mapping"),
+    ],
 )
 def test_unreadable_config(tmp_path, text, message):
     path = tmp_path / "run.yaml"

@@ -203,7 +203,7 @@ def test_several_decode_workers_are_spelled():
 
 @on_each("values, says", [
         ({"topology": "2P4A3F"}, "ffn_ranks: 3 does not divide the 128 experts"),
-        ({"topology": "2P1A4F"}, "topology.decode.ffn_ranks: one engine of attention"),
+        ({"topology": "2P1A4F"}, "topology.decode.ffn_ranks: there is only one attention engine"),
         ({"topology": "2P4A"}, "topology: '2P4A'"),
         ({"topology": "4A4F"}, "topology: '4A4F'"),
         ({"topology": "2P4A8F"}, "12 ranks on nodes of 8 GPUs"),

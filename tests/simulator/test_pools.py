@@ -165,7 +165,7 @@ def test_co_located_workers_are_one_pool():
     assert (
         make_config({"topology": "3C", "decode": {"price_per_gpu_hour": 2.0}}).price_per_hour == 6
     )
-    with pytest.raises(InputError, match="prefill: co-located workers are one pool"):
+    with pytest.raises(InputError, match="prefill: co-located workers form one pool"):
         run(topology="3C", prefill={"gpu": "h200"})
 
 

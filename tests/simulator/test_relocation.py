@@ -230,7 +230,7 @@ def test_a_placement_without_loads_is_refused_where_instances_are_weighed():
             return dataclasses.replace(current, load=None)
 
     run_cluster_alone(WithoutLoad)
-    with pytest.raises(InputError, match="replica_choice: it weighs instances by the load"):
+    with pytest.raises(InputError, match="replica_choice: it weights instances by the load"):
         run_cluster_alone(WithoutLoad, weighs=True)
     run_cluster_alone(ByLoad, weighs=True)
 

@@ -71,7 +71,7 @@ def test_force_replaces_results_of_its_kind_only(tmp_path):
         check_output(out, force=True)  # an empty folder holds nothing to lose
         (out / marker).write_text("{}")
         check_output(out, True, marker)
-        with pytest.raises(InputError, match=f"is no result with a {other}"):
+        with pytest.raises(InputError, match=f"is not a result with a {other}"):
             check_output(out, True, other)
 
 

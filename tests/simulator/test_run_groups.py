@@ -207,7 +207,7 @@ def test_unequal_ranks_leave_the_kv_blocks_of_the_fullest():
 
 def test_copies_need_engines_that_share_experts():
     fields = {"data_parallel_size": 1, "tensor_parallel_size": 4, "expert_placement": "grace"}
-    with pytest.raises(InputError, match="expert_placement: copies of experts are simulated"):
+    with pytest.raises(InputError, match="expert_placement: copies of experts need engines"):
         run(**fields)
     summary = run(**fields | {"expert_placement": "grace:replication=none"}).summary
     assert summary["completed"] == 80

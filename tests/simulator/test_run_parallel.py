@@ -258,7 +258,7 @@ def test_a_narrow_prefill_worker_sends_at_the_speed_of_its_nics():
     assert (narrow.bandwidth, narrow.ingress, narrow.descriptor_s) == (10e9, 8e9, 4e-6)
     slow = TransferModel(1e-3, 1e-6, 1e9, "test").over(8e9, 8e9, Pull(4, 1, 1))
     assert slow.bandwidth == 1e9  # the NIC does not limit it
-    with pytest.raises(InputError, match="sizes of which one divides the other"):
+    with pytest.raises(InputError, match="sizes where one divides the other"):
         pull_between(load_model("Qwen3-30B-A3B"), Parallelism(3), Parallelism(4))
 
 

@@ -82,7 +82,7 @@ def test_more_requests_than_the_workload_has_keep_their_own():
 
 
 def test_refusals():
-    with pytest.raises(InputError, match="prefixes: requests that arrive bring none"):
+    with pytest.raises(InputError, match="prefixes: arriving requests have no prefixes"):
         Simulation(CONFIG, prefixes=True)
     sim = Simulation(CONFIG, arrivals=False)
     with pytest.raises(InputError, match="prefix: the simulation takes none"):

@@ -265,7 +265,7 @@ def test_a_worker_that_dies_on_its_way_goes_nowhere():
         with pytest.raises(InputError, match="part of a switch"):
             sim.cluster.start(decode[0])
         for wrong, why in (
-            (lambda: sim.cluster.switch(decode[1], "prefill"), "no place free"),
+            (lambda: sim.cluster.switch(decode[1], "prefill"), "no free place"),
             (lambda: sim.cluster.switch(decode[1], "decode"), "another pool"),
             (lambda: sim.cluster.switch(decode[1], "prefill", -1.0), "0 s or more"),
         ):

@@ -455,7 +455,7 @@ def test_a_users_own_acceptance(tmp_path, text, rates):
     over = RUN | {"acceptance": config["acceptance"], "speculative_config": drafts()}
     drafting = prepare(make_config(over)).spec.decode.speculation
     assert drafting.acceptances[""].rates == pytest.approx(rates)
-    with pytest.raises(InputError, match="nothing is drafted"):
+    with pytest.raises(InputError, match="there is no speculative decoding"):
         run(None, acceptance="glm-5.2")
     (tmp_path / "none.txt").write_text("vllm:num_requests_running 3\n")
     with pytest.raises(InputError, match="no accepted drafts"):
@@ -467,7 +467,7 @@ def test_a_users_own_acceptance(tmp_path, text, rates):
                  '{"accept_length": "two"}', '{"accept_length": -3}',
                  '{"accept_length": 9}'):  # fmt: skip
         (tmp_path / "none.txt").write_text(text)
-        with pytest.raises(InputError, match=r"none of an acceptance|a mean length of"):
+        with pytest.raises(InputError, match=r"no figures of acceptance|a mean length of"):
             run(drafts(acceptance=str(tmp_path / "none.txt")))
 
 

@@ -134,17 +134,17 @@ def test_processes_name_pools_as_the_file_does():
         ({"a": {"workers": 0}}, "topology.a.workers: 0: "),
         ({"a": {"workers": 1, "gpus": "H100"}}, r"topology.a.gpus: no such field \(allowed: gpu"),
         ({"A b": {"workers": 1}}, "topology: pool 'A b'"),
-        ({"a": {"workers": 1, "then": "b"}}, "topology.a.then: 'b' is no other pool"),
-        ({"a": {"workers": 1, "then": "a"}}, "topology.a.then: 'a' is no other pool"),
+        ({"a": {"workers": 1, "then": "b"}}, "topology.a.then: 'b' is not another pool"),
+        ({"a": {"workers": 1, "then": "a"}}, "topology.a.then: 'a' is not another pool"),
         (
             {"a": {"workers": 1, "then": "b"}, "b": {"workers": 1, "then": "c"},
              "c": {"workers": 1}},
-            "topology.a.then: 'b' hands over itself",
+            "topology.a.then: 'b' hands over requests itself",
         ),
         (
             {"a": {"workers": 1, "then": ["x", "y"]}, "b": {"workers": 1, "then": "x"},
              "x": {"workers": 1}, "y": {"workers": 1}},
-            "topology.a.then: a part of what another pool hands over to",
+            "topology.a.then: shares only some targets with another pool",
         ),
         ({"a": {"workers": 1, "then": "none"}, "b": {"workers": 1}}, "some requests would end"),
     ])  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_file_that_is_none(tmp_path):
     with pytest.raises(InputError, match="topology"):
         make_config({"topology": str(tmp_path / "none.yaml")})
     (tmp_path / "list.yaml").write_text("- a\n")
-    with pytest.raises(InputError, match="holds no mapping"):
+    with pytest.raises(InputError, match="does not hold a mapping"):
         make_config({"topology": str(tmp_path / "list.yaml")})
 
 

@@ -168,7 +168,7 @@ def _known(rng: Any, folder: Path) -> OddLog:
     if left < 0.15:  # optional fields of AIPerf's mooncake_trace
         lengths = [(one, 77) for one, _ in lengths]
         rows = [{key: value for key, value in row.items() if key != answer} for row in rows]
-        options["output_len"], what = 77, f"{what}, no lengths of answers"
+        options["output_len"], what = 77, f"{what}, no output lengths"
     elif left < 0.3:
         rows = [{key: value for key, value in row.items() if key != time} for row in rows]
         options, what, timed, plain = {}, f"{name}, no times", False, True

@@ -156,7 +156,7 @@ def test_log_of_an_engine_that_died_is_read_up_to_its_last_step(tmp_path):
     ids.write_bytes(ids.read_bytes() + b"\x01\x02\x03")  # rows of a step that no line names
     assert len(read_log(tmp_path / "log")[1]) == 3
     lines.write_text(text.replace('"prompts":{}', '"prompts":', 1))
-    with pytest.raises(InputError, match=r":3: is no step"):
+    with pytest.raises(InputError, match=r":3: is not a step"):
         read_log(tmp_path / "log")
     lines.write_text(text)
     ids.write_bytes(ids.read_bytes()[:40])

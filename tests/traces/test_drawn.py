@@ -218,7 +218,7 @@ def test_a_band_is_drawn_apart_and_refused_beside_a_trace(few, drawn_routing, ru
     assert rests_on[0] != rests_on[1]
     code, _, err = run_cli("run", *SHORT, "--trace", "gpt-oss-20b", "--routing-band", "low")
     assert code == 2
-    assert err.startswith("Error: routing_band: a band beside a trace")
+    assert err.startswith("Error: routing_band: a routing band has no effect with a recorded trace")
 
 
 def test_other_domains_than_can_be_drawn_are_one_line(few, drawn_routing, run_cli, tmp_path):
@@ -227,6 +227,6 @@ def test_other_domains_than_can_be_drawn_are_one_line(few, drawn_routing, run_cl
     code, _, err = run_cli("run", *SHORT, "--config", config)
     assert code == 2
     assert err.splitlines() == [
-        "Error: domain_mix: 'sports' is none of the domains that can be drawn; a trace of your "
-        "own has its (allowed: code, math, medical, legal, en, zh, ru, fr)"
+        "Error: domain_mix: 'sports' is not a domain that can be drawn (a recorded trace "
+        "has its own domains) (allowed: code, math, medical, legal, en, zh, ru, fr)"
     ]

@@ -122,7 +122,7 @@ def test_arrivals_are_drawn_for_the_requests_of_a_log(trace, log):
     [
         ({"input_len": 0}, "input_len: got 0"),
         ({"range_ratios": (1.0, 0.0)}, "random_range_ratio: got 1"),
-        ({"range_ratios": (0.5, 0.5), "output_len": "recorded"}, "random_range_ratio: lengths"),
+        ({"range_ratios": (0.5, 0.5), "output_len": "recorded"}, "random_range_ratio: the lengths"),
         ({"num_prefixes": 2}, "num_prefixes: "),
         ({"prefix_len": 16, "prompts": "shared"}, "prefix_len: whole prompts"),
         ({"arrivals": "recorded"}, "arrivals: workload task"),
@@ -139,5 +139,5 @@ def test_a_log_with_blocks_says_its_lengths_itself(trace, log):
     for field in ("input_len", "prefix_len"):
         with pytest.raises(InputError, match=f"{field}: the blocks of log"):
             made(trace, workload=log, request_rate=None, num_requests=None, **{field: 64})
-    with pytest.raises(InputError, match="request_rate: missing: arrivals that are drawn"):
+    with pytest.raises(InputError, match="request_rate: missing, and drawn arrivals need it"):
         made(trace, workload=log, request_rate=None, arrivals="poisson")

@@ -186,9 +186,9 @@ def test_a_stretched_part_has_the_rate_and_the_warm_up_asked_for(gateway):
         ({"log_to": 40, "num_requests": 9}, "num_requests: beside log_to"),
         (
             {"busiest": 9, "arrivals": "poisson", "request_rate": 9},
-            "beside arrivals that are drawn",
+            "given together with arrivals that are drawn",
         ),
-        ({"busiest": 9, "workload": "task", "columns": None}, "workload task is no log"),
+        ({"busiest": 9, "workload": "task", "columns": None}, "workload task is not a log"),
         ({"busiest": "soon"}, r"busiest: 'soon' \(allowed: seconds, or a time such as 90s"),
         ({"duration": 1e308}, "duration: 1e\\+308"),
     ],

@@ -211,7 +211,7 @@ def test_shared_prompts_of_a_named_workload(trace):
 
 def test_a_log_says_itself_what_is_shared(trace, tmp_path):
     log = write_log(tmp_path / "log.jsonl", [(512, [0])])
-    with pytest.raises(InputError, match="prompts: got 'shared', but a request log"):
+    with pytest.raises(InputError, match="prompts: got 'shared', but the blocks of a request log"):
         make_workload(trace, workload=log, prompts="shared")
 
 

@@ -388,12 +388,12 @@ def test_columns_of_any_table(tmp_path):
         ("a,b\n1,2\n", "input=a", "columns: no output"),
         ("a,b\n1,2\n", "input=a,output=c", "has no column 'c'"),
         ("a,b\n1,2\n", "input=a,output=b,inputs=a", "columns: 'inputs=a'"),
-        ("a,b\n1,2\n", "input=a,output=b,time_s=a,time=b", "columns: more than one time"),
+        ("a,b\n1,2\n", "input=a,output=b,time_s=a,time=b", "columns: more than one time column"),
         ("a,b\n1,2\n1,x\n", "input=a,output=b", "line 3: got '1,x' (could not convert 'x'"),
         ("a,b\n1,2\n1\n", "input=a,output=b", "line 3: got '1' (no 'b')"),
-        ("a,b\n1.5,2\n", "input=a,output=b", "line 2: got '1.5,2' ('1.5' is no whole number)"),
+        ("a,b\n1.5,2\n", "input=a,output=b", "line 2: got '1.5,2' ('1.5' is not a whole number)"),
         ('{"a": 1, "b": 2}\n{"a": 1}\n', "input=a,output=b", "line 2: got '1' (no 'b')"),
-        ("{]\n", "input=a,output=b", "an object a line"),
+        ("{]\n", "input=a,output=b", "one JSON object per line"),
         ("PAR1x", "input=a,output=b", "no Parquet file"),
         (json.dumps(VLLM | {"output_lens": [1]}), None, "differ in length"),
         (json.dumps(VLLM) + "\n" + json.dumps(VLLM), None, "more than one result"),
@@ -465,7 +465,7 @@ def test_a_bad_session_of_an_agent_is_one_line(tmp_path, entry):
     path = tmp_path / "weka.json"
     good = {"t": 0.0, "in": 10, "out": 2, "hash_ids": [1]}
     path.write_text("\n".join(json.dumps({"requests": [one]}) for one in (good, entry)))
-    with pytest.raises(InputError, match="session 2: not as expected"):
+    with pytest.raises(InputError, match="session 2: has an unexpected form"):
         read_request_log(path)
 
 
@@ -524,7 +524,7 @@ def test_vllms_conversations_are_drawn(tmp_path):
 
 @pytest.mark.parametrize("turns", [{"distribution": "best"}, {"distribution": "constant"}, 5])
 def test_bad_conversations_are_refused(tmp_path, turns):
-    with pytest.raises(InputError, match="no conversations to generate"):
+    with pytest.raises(InputError, match="not conversations to generate"):
         read_request_log(conversations(tmp_path, num_turns=turns))
 
 
@@ -595,15 +595,18 @@ def test_aiperfs_timestamps_are_arrivals(tmp_path):
     "turns, said",
     [
         ([{"text": "hi"}], "session line 1 has a turn without output_length"),
-        ([{"text": "hi", "output_length": 0}], "not as expected"),
-        ([{"text": "hi", "output_length": 1, "delay": -1}], "not as expected"),
-        ([{"text": "hi", "output_length": 1, "delay": 1, "timestamp": 1}], "not as expected"),
-        ([{"output_length": 1}], "not as expected"),
-        ([{"text": 3, "output_length": 1}], "not as expected"),
+        ([{"text": "hi", "output_length": 0}], "has an unexpected form"),
+        ([{"text": "hi", "output_length": 1, "delay": -1}], "has an unexpected form"),
+        (
+            [{"text": "hi", "output_length": 1, "delay": 1, "timestamp": 1}],
+            "has an unexpected form",
+        ),
+        ([{"output_length": 1}], "has an unexpected form"),
+        ([{"text": 3, "output_length": 1}], "has an unexpected form"),
         ([{"text": "hi", "image": "a.png", "output_length": 1}], "a turn holds image"),
         ([{"text": "hi", "output_length": 1, "timestamp": at} for at in (2, 1)], "descend"),
         ([], "no request"),
-        ([7], "not as expected"),
+        ([7], "has an unexpected form"),
     ],
 )
 def test_bad_turns_of_aiperf_are_refused(tmp_path, turns, said):

@@ -674,10 +674,10 @@ def test_a_twins_requests_differ_as_much_and_in_as_few_directions(tmp_path):
     "arguments, message",
     [
         (["--preset", "GPT-5"], "preset: 'GPT-5' is none"),
-        ([], "preset: give --preset or --from"),
+        ([], "preset: give either --preset or --from"),
         (["--preset", "GPT-OSS-20B", "--experts", "3"], "experts: got 3 with top_k 4"),
         (["--preset", "GPT-OSS-20B", "--layers", "0"], "layers: got 0"),
-        (["--preset", "GPT-OSS-20B", "--set", "taste=1"], "set: 'taste' is no parameter"),
+        (["--preset", "GPT-OSS-20B", "--set", "taste=1"], "set: 'taste' is not a parameter"),
         (["--preset", "GPT-OSS-20B", "--set", "task"], "set: got 'task'"),
         (["--preset", "GPT-OSS-20B", "--set", "kinds=-1"], "kinds: got -1.0"),
         (["--preset", "GPT-OSS-20B", "--set", "task=2"], "task: got 2.0"),
@@ -688,7 +688,7 @@ def test_a_twins_requests_differ_as_much_and_in_as_few_directions(tmp_path):
         (["--preset", "GPT-OSS-20B", "--requests", "-1"], "requests: got -1"),
         (["--preset", "GPT-OSS-20B", "--like", "no-such"], "trace: 'no-such' is neither"),
         (["--preset", "GPT-OSS-20B", "--seed", "-1"], "seed: got -1"),
-        (["--from", "README.md"], "is no routing model"),
+        (["--from", "README.md"], "is not a routing model"),
         (["--from", "no-such.npz"], "No such file"),
     ],
 )

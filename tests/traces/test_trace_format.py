@@ -379,7 +379,7 @@ def test_embedded_trace_is_packaged():
 
 def test_force_spares_a_folder_that_is_no_trace(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="is no trace"):
+    with pytest.raises(InputError, match="is not a trace"):
         write_trace(
             tmp_path,
             experts=np.zeros((2, 1, 1), np.uint8),

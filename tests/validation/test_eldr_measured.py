@@ -176,5 +176,5 @@ def test_what_a_warm_up_changes_is_told_by_cell(monkeypatch):
 def test_kernels_without_measured_is_one_line(run_cli):
     code, out, err = run_cli("reproduce", "eldr", "--kernels", "derived")
     assert code == 2
-    assert err.strip() == "Error: kernels: without --measured (allowed: --measured beside it)"
+    assert err.strip() == "Error: kernels: without --measured (allowed: together with --measured)"
     assert not out

@@ -27,7 +27,7 @@ def draw_arrivals(
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
     if rate > _MOST_RATE:  # times are whole nanoseconds: none would pass
-        problem = f"got {rate:g}: gaps below a nanosecond"
+        problem = f"got {rate:g}: gaps would be below a nanosecond"
         raise InputError("request_rate", problem, f"at most {_MOST_RATE:g}, or inf")
     rng = stream(seed, "arrivals")
 
@@ -35,7 +35,7 @@ def draw_arrivals(
         # Whole nanoseconds: sums are exact, and last bits of the machines' log or pow do not show.
         gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
         if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
-            problem = f"got {rate}: arrivals lie centuries apart"
+            problem = f"got {rate}: arrivals would be centuries apart"
             raise InputError("request_rate", problem, "a higher rate")
         return np.rint(gaps * 1e9).astype(np.int64)
 

@@ -32,10 +32,10 @@ def check_lengths(
     if not all(0.0 <= ratio < 1.0 for ratio in range_ratios):
         raise InputError("random_range_ratio", f"got {max(range_ratios):g}", "0 or more, below 1")
     if any(range_ratios) and input_len is None and not has_output_len:
-        problem = "lengths are recorded"
-        raise InputError("random_range_ratio", problem, "--input-len or --output-len beside it")
+        problem = "the lengths are recorded ones"
+        raise InputError("random_range_ratio", problem, "together with --input-len or --output-len")
     if num_prefixes > 1 and not prefix_len:
-        raise InputError("num_prefixes", "prompts begin alike with --prefix-len", "beside it")
+        raise InputError("num_prefixes", "prompts share no prefix", "together with --prefix-len")
 
 
 def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> Int32s:

@@ -99,7 +99,7 @@ class Load:
             problem = "got 'shared', but prompts of sessions share their history"
             raise InputError("prompts", problem, "unique")
         if self.prompts == "shared" and not self.is_named:
-            problem = "got 'shared', but a request log's blocks say it"
+            problem = "got 'shared', but the blocks of a request log decide"
             raise InputError("prompts", problem, "unique")
         check_lengths(
             self.input_len,
@@ -112,7 +112,7 @@ class Load:
     def _check_arrivals(self) -> None:
         rate, drawn, count = self.request_rate, self.draws_arrivals, self.num_requests
         if rate is None and drawn:
-            problem = "missing: arrivals that are drawn need it"
+            problem = "missing, and drawn arrivals need it"
             if self.is_named:
                 problem = f"missing, workload {self.workload} needs it"
             raise InputError("request_rate", problem, "a number > 0, inf")
@@ -151,15 +151,15 @@ class Load:
         if self.arrivals not in (None, *get_args(Arrivals)):
             raise InputError("arrivals", f"got {self.arrivals!r}", ", ".join(get_args(Arrivals)))
         if self.arrivals in ("closed", "agentx") and (log is None or log.parent is None):
-            problem = f"no request of {Path(self.workload).name} goes on with another"
+            problem = f"no request of {Path(self.workload).name} continues another"
             raise InputError("arrivals", problem, "a log with sessions, or --sessions-file")
         if log is None:
             if self.sessions_file is not None:
-                raise InputError("sessions_file", f"workload {self.workload} is no log", "none")
+                raise InputError("sessions_file", f"workload {self.workload} is not a log", "none")
             for name in ("columns", "time_unit"):
                 of_load = name == "time_unit" and self.load is not None
                 if getattr(self, name) is not None and not of_load:
-                    problem = f"workload {self.workload} has none"
+                    problem = f"workload {self.workload} has no priorities"
                     raise InputError(name, problem, "the path of a request log")
             if self.arrivals == "recorded":
                 problem = f"workload {self.workload} has no recorded ones"

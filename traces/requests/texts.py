@@ -44,7 +44,8 @@ def wanted_domains(
         if name not in known:
             raise InputError(
                 "domain_mix",
-                f"{name!r} is none of the domains that can be drawn; a trace of your own has its",
+                f"{name!r} is not a domain that can be drawn (a recorded trace has its own "
+                "domains)",
                 ", ".join(known),
             )
     weights = dict.fromkeys(named, 1.0) or DOMAIN_MIXES.get(workload) or dict.fromkeys(known, 1.0)
@@ -133,7 +134,7 @@ def resolve_domain_mix(
             raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
     total = sum(weights.values())
     if total <= 0:
-        raise InputError(field, "no domain has a positive weight")
+        raise InputError(field, "all weights are 0")
     if not math.isfinite(total):
         raise InputError(field, "the weights sum to more than a float holds", "smaller weights")
     total = math.fsum(weights.values())

@@ -50,7 +50,7 @@ class CalibrationSet:
         if kind != "count":
             return select(self.gate_scores, self.requests, kind)
         if self.counts is None:
-            problem = "it is decode-only: no experts of prompt tokens, which signatures are made of"
+            problem = "the trace has no experts of prompt tokens, which signatures need"
             allowed = "a trace with prompt rows, or a policy without signatures"
             raise InputError("trace", problem, allowed)
         return self.counts
@@ -158,7 +158,7 @@ def _counted(
     count: Callable[[RoutingTrace, Ints, Tokens], Ints], calibration: CalibrationSet, tokens: Tokens
 ) -> Ints:
     if calibration.trace is None:
-        raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
+        raise InputError("calibration", "there is no trace to count pairs of experts in", "a trace")
     found = count(calibration.trace, calibration.requests, tokens)
     found.flags.writeable = False
     return found

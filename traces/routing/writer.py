@@ -98,7 +98,7 @@ def _check_target(target: Path, force: bool) -> None:
     if target.exists() and not force:
         raise InputError("out", f"{target} exists", "a new folder, or force")
     if target.exists() and any(target.iterdir()) and not (target / "manifest.json").exists():
-        raise InputError("out", f"{target} exists and is no trace", "a new folder, or a trace")
+        raise InputError("out", f"{target} exists and is not a trace", "a new folder, or a trace")
 
 
 def _checked_ids(experts: NDArray[Any], n_experts: int) -> NDArray[Any]:

@@ -92,7 +92,7 @@ def read_bench(path: Path) -> list[Bench]:
     try:
         found = json.loads(read_text(path, "bench"))
     except ValueError:
-        raise InputError("bench", f"{path} is no JSON", "a result of vllm bench serve") from None
+        raise InputError("bench", f"{path} is not JSON", "a result of vllm bench serve") from None
     benches = _benches(path, found)
     for bench in benches:
         _check_figures(path, bench.figures)
@@ -116,7 +116,7 @@ def _benches(path: Path, found: Any) -> list[Bench]:
         if isinstance(found, dict) and any(name in found for name in _AIPERF):
             return [_aiperf(path.name, found)]
         if (refused := refused_format("", found)) is not None:
-            raise InputError("bench", f"{path} is not read: {refused.about}", refused.way)
+            raise InputError("bench", f"{path} is not supported: {refused.about}", refused.way)
         if is_guidellm(found):
             return [_guidellm(path, benchmark) for benchmark in found["benchmarks"]]
         return [_vllm(path, found)]
@@ -135,7 +135,7 @@ def _vllm(path: Path, found: Any) -> Bench:
     figures = {key: float(found[key]) for key in keys if found.get(key) is not None}
     n = int(found.get("completed") or found.get("num_prompts") or 0)
     if n < 1:
-        raise InputError("bench", f"{path}: no request completed", "a run that did something")
+        raise InputError("bench", f"{path}: no request completed", "a run with completed requests")
     rate = found.get("request_rate", "inf")
     load: dict[str, Any] = {"num_requests": n, "request_rate": rate if rate is not None else "inf"}
     if found.get("max_concurrency"):
@@ -282,7 +282,7 @@ def _guidellm(path: Path, found: Mapping[str, Any]) -> Bench:
     name = f"{path.name}, {kind}"
     requests = list(guidellm_requests(path, found))
     if not requests:
-        raise InputError("bench", f"{name}: no request completed", "a run that did something")
+        raise InputError("bench", f"{name}: no request completed", "a run with completed requests")
     lengths = tuple((request.prompt, request.output) for request in requests)
     sent = len(requests) + sum(
         len(found["requests"].get(kind) or ()) for kind in ("errored", "incomplete")
@@ -321,7 +321,7 @@ def _lifecycle(path: Path, records: Sequence[Any]) -> Bench:
         if output > 1:
             times["tpot"].append(1e3 * (tokens[-1] - tokens[0]) / (output - 1))
     if not lengths:
-        raise InputError("bench", f"{path}: no request completed", "a run that did something")
+        raise InputError("bench", f"{path}: no request completed", "a run with completed requests")
     figures = {
         f"{of}_{name}_ms": float(found)
         for name, values in times.items()

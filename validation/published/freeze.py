@@ -82,7 +82,7 @@ def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], l
             problem = f"the measurement of {run.name} was known when it was frozen"
             raise InputError("compare", problem, "rows that were frozen without measurements")
         if row["launch"] != _launch(run):
-            raise InputError("compare", f"{run.name} is launched otherwise now", "as frozen")
+            raise InputError("compare", f"{run.name} has another launch line now", "as frozen")
         if isinstance(row["prediction"], dict):
             found += [
                 Compared(run.name, metric, measured, row["prediction"][metric])

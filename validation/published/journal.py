@@ -26,7 +26,7 @@ def predicted(
 ) -> dict[str, Found]:
     """Call all tasks that the journal does not hold, in their order; return what all yield by key.
 
-    ``journal``: None keeps nothing; ``jobs``: processes, one a CPU when None."""
+    ``journal``: None keeps nothing; ``jobs``: processes, number of CPUs when None."""
     from joblib import Parallel, delayed  # takes long to import
 
     found = {} if journal is None else read_journal(journal)

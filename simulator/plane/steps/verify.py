@@ -24,7 +24,7 @@ class Drafts(NamedTuple):
     """What the engines of a pool draft; see `no_drafts`."""
 
     k_of: Ints  #: ``[sequences + 1]``: drafts of each, by the sequences of a step
-    #: ``[domains or 1, k]``: of accepting at least so many; none: nothing is drafted.
+    #: ``[domains or 1, k]``: of accepting at least so many; none: there is no speculative decoding.
     rates: Floats
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified.
     counts: Ints

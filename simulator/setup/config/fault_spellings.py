@@ -43,7 +43,9 @@ class Cancel(NamedTuple):
 def _worker(field: str, text: object) -> tuple[str, int]:
     match = _WORKER.fullmatch(str(text))
     if match is None:
-        raise InputError(field, f"{text!r} is no worker", "POOL:NUMBER, from 0, such as decode:3")
+        raise InputError(
+            field, f"{text!r} is not a worker", "POOL:NUMBER, from 0, such as decode:3"
+        )
     return match[1].lower(), int(match[2])
 
 
@@ -78,7 +80,7 @@ def read_events(path: str) -> tuple[list[Fault], list[Cancel]]:
     """Read a list of events, YAML or JSON (docs/faults.md); raises InputError."""
     events = parse_yaml(read_text(path, "events"), "events", path)
     if not isinstance(events, list):
-        raise InputError("events", f"{path} holds no list", "- fail: decode:3 lines")
+        raise InputError("events", f"{path} does not hold a list", "- fail: decode:3 lines")
     faults, cancels = [], []
     for number, event in enumerate(events):
         where = f"events[{number}]"
@@ -142,7 +144,7 @@ def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: 
             )
             raise InputError("events", f"{fault}: there is no such worker", allowed)
         if fault.kind == "link" and not hands_over:
-            raise InputError("events", f"{fault}: no KV cache is sent over a link here")
+            raise InputError("events", f"{fault}: this cluster sends no KV caches over links")
     check_overlaps(tuple(faults))
 
 
@@ -179,7 +181,7 @@ def planned(
             problem = "workers that stream weights or have stages are not simulated"
             raise InputError("events", f"{fault}: faults of {problem}")
         if moves and fault.kind in ("fail", "join"):
-            problem = "beside experts that move (eplb_interval) are not simulated"
+            problem = "with moving experts (eplb_interval) are not simulated"
             raise InputError("events", f"{fault}: dead workers {problem}")
     rng, cancel_s = stream(seed, "cancel"), np.full(len(workload), np.inf)
     patient = np.zeros(len(workload), np.bool_)

@@ -56,7 +56,7 @@ def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
     for text in (part.strip() for given in texts for part in str(given).split(",")):
         name, colon, bound = text.partition(":")
         if not colon or name in bounds:
-            problem = "is given twice" if colon else "is no bound"
+            problem = "is given twice" if colon else "is not a bound"
             raise InputError(field, f"{text!r} {problem}", "METRIC:MS such as ttft:500,tpot:30")
         bounds[name] = bound
     try:
@@ -87,11 +87,11 @@ class PolicyConfig(Fields):
     """Order in which an engine admits waiting requests: first come, shortest prompt, or the
     priority in a request log (lowest number first)."""
     expert_placement: Annotated[str, policy_word("placement")] = "linear"
-    """Expert placement under expert parallelism, on the GPUs of a decode (or co-located) worker:
-    neighbours together, even load, even activation, or experts that are chosen together."""
+    """Expert placement under expert parallelism, on the GPUs of a decode (or co-located) worker: by
+    number, by load, by activation, or by co-selection."""
     replica_choice: Annotated[str, policy_word("replica")] = "hash"
-    """Choice among the replicas of an expert for each token: vLLM's hash of the token's position,
-    or a rule that saves bytes, evens the load or activates few experts."""
+    """Rule that chooses among the replicas of an expert for each token: vLLM's hash of the token's
+    position, or one that saves bytes, balances load or activates few experts."""
 
 
 class ClusterConfig(Fields):
@@ -120,7 +120,7 @@ class ClusterConfig(Fields):
     share experts and so step together; routers choose the engine."""
     enable_elastic_ep: bool = False
     """Let engines that share experts start and stop one by one (docs/elastic.md); experts are
-    placed anew on the GPUs that remain."""
+    placed again on the remaining GPUs."""
     micro_batches: int = Field(default=2, ge=1, le=16)
     """Number of micro-batches in a step of ``xPyAzF``: one is computed while others are sent."""
     pipeline_parallel_size: Annotated[int, Option(unit="stages")] = Field(default=1, ge=1, le=1024)
@@ -130,7 +130,7 @@ class ClusterConfig(Fields):
     gpus_per_node: Annotated[int, Option(unit="GPUs")] = Field(default=8, ge=1)
     """GPUs per node, for the all-to-all."""
     all2all_backend: Backend = "allgather_reducescatter"
-    """Communication that takes tokens to the experts which engines share."""
+    """All-to-all backend that sends tokens to experts shared by engines."""
     prefill: Pool = Pool()
     """Overrides for the prefill workers."""
     decode: Pool = Pool()
@@ -195,8 +195,8 @@ class KVTierConfig(Fields):
     """When another request is already loading a block: ``join`` that load, ``delay`` until it is
     done (vLLM), or load a ``duplicate``."""
     answer_kv: Literal["recompute", "pull"] = "recompute"
-    """KV of earlier answers in a turn's history: a prefill worker recomputes it, or pulls it from
-    the worker that decoded the previous turn."""
+    """How a prefill worker gets the KV of earlier answers in a conversation: recompute it, or pull
+    it from the worker that decoded the previous turn."""
     kv_signal: Annotated[field_types.Signal, Option(metavar="exact|approx:...")] = "exact"
     """What routers know about prefix caches: ``exact``, the blocks that engines hold as of the last
     signal, or ``approx:ttl=120,tokens=500000,routers=1``, the prompts that each router has
@@ -236,13 +236,13 @@ class EngineConfig(Fields):
     )
     """Maximum tokens computed in one step (SGLang: of prompts). Default: the engine's."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
-    """Data type of the KV cache: ``bfloat16``, or ``fp8``, half the size; ``auto``: as the
-    checkpoint says, bfloat16 where it says nothing."""
+    """Data type of the KV cache: ``bfloat16``, or ``fp8`` (half the size); ``auto``: the
+    checkpoint's, bfloat16 if it states none."""
     disable_hybrid_kv_cache_manager: bool | None = None
-    """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only where KV
-    caches are handed over by vLLM before 0.22 or another engine."""
+    """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only for KV
+    transfers of vLLM before 0.22 and of other engines."""
     block_size: Annotated[int, Option(unit="tokens")] = Field(default=16, ge=1)
-    """Tokens of a KV block."""
+    """Size of a KV block, tokens."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks for prompts with a common prefix."""
     async_scheduling: Annotated[bool, LOOP] = True
@@ -262,8 +262,8 @@ class EngineConfig(Fields):
     num_gpu_blocks_override: Annotated[int | None, Option(unit="blocks")] = Field(
         default=None, ge=2, le=2**31 - 1
     )
-    """Number of KV blocks of an engine, instead of the number that fits its memory (vLLM's option;
-    one is the null block)."""
+    """Number of KV blocks of an engine, instead of as many as fit in memory (vLLM's option; one is
+    the null block)."""
 
 
 class SchedulerConfig(Fields):
@@ -314,7 +314,7 @@ class StepConfig(Fields):
     """Step times: kernels, CUDA graphs, the host; and speculative decoding."""
 
     host_gap_ms: field_types.Milliseconds | None = None
-    """Time of a step that no kernel accounts for, ms. Default: the profile's."""
+    """Host time between steps that no kernel accounts for, ms. Default: the profile's."""
     cudagraph_padding: Padding | None = None
     """Padding rows of CUDA graphs: ``none``, ``dense`` (padding rows choose no experts, vLLM since
     0.32), or ``experts`` (they do, vLLM before). Default: those of ``engine_version``; without a
@@ -376,7 +376,7 @@ class FrontEndConfig(Fields):
     """Factor on the table's times, for a slower API server CPU."""
     handover: Literal["none", "vllm_nixl"] = "none"
     """Overhead of handing a request to a decode worker, in addition to the transfer: ``none`` (a
-    lower bound), or what vLLM of August 2026 took with its NixlConnector (110 ms)."""
+    lower bound), or ``vllm_nixl``: as vLLM of August 2026 took with NixlConnector (110 ms)."""
 
 
 class ExpertsConfig(Fields):
@@ -396,8 +396,8 @@ class ExpertsConfig(Fields):
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
     """Gather experts instead of dispatching tokens, in prefill workers with one GPU per
     engine: while a layer computes, the next layer's experts are gathered from all GPUs, by
-    ``collective`` operations or ``one_sided`` reads; ``needed`` reads only the experts that a
-    layer's gate has chosen, after it has. Default: tokens are dispatched."""
+    ``collective`` operations or ``one_sided`` reads; ``needed`` waits for a
+    layer's gate and reads only the experts that it chose. Default: tokens are dispatched."""
     offload_window: Annotated[int | None, Option(unit="layers")] = Field(default=None, ge=1)
     """Number of MoE layers, beyond the first, that keep their experts on the GPUs of a prefill
     worker; the others are copied from host memory in time. Default: all layers."""
@@ -501,8 +501,8 @@ class OutputConfig(Fields):
     confidence: Annotated[int | None, Option(metavar="80", unit="%")] = Field(
         default=None, ge=80, le=80
     )
-    """Judge requests against the objective at the bad end of the error band, which holds 80% of
-    published runs (docs/validity.md). Default: as predicted."""
+    """Judge requests against the objective at the unfavourable end of the 80% error band
+    (docs/validity.md). Default: as predicted."""
 
 
 #: The groups of a configuration, by the attribute that holds each.

@@ -175,7 +175,9 @@ def launch_fields(values: dict[str, Any]) -> dict[str, Any]:
             read_text(file, "extra_llm_api_options"), "extra_llm_api_options", str(file)
         )
         if not isinstance(options, Mapping):
-            raise InputError("extra_llm_api_options", f"{file} holds no mapping", "option: value")
+            raise InputError(
+                "extra_llm_api_options", f"{file} does not hold a mapping", "option: value"
+            )
         given += _nested(options)
         values["engine"] = engine
     bench = "" if parts is None else parts.bench
@@ -271,7 +273,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     for name in unknown:
         close = difflib.get_close_matches(name, sorted(_NAMES[engine]), 1, 0.85)
         if close:
-            problem = f"--{name.replace('_', '-')} is no option of {VERSIONS[engine]}"
+            problem = f"--{name.replace('_', '-')} is not an option of {VERSIONS[engine]}"
             raise InputError("engine_args", problem, f"--{close[0].replace('_', '-')}")
     if unknown:
         names = ", ".join(_meant(engine, name) for name in sorted(unknown))
@@ -289,7 +291,7 @@ def _check_values(engine: str, found: dict[str, Any]) -> None:
             continue
         kinds = get_args(RUN_FIELDS[name].annotation) or (RUN_FIELDS[name].annotation,)
         if value is True and bool not in kinds and {int, float} & {*kinds}:
-            raise InputError("engine_args", f"{name} without a value", "--option value ...")
+            raise InputError("engine_args", f"{name} has no value", "--option value ...")
         short = _SHORT_NUMBER.fullmatch(value) if isinstance(value, str) else None
         if engine == "vllm" and int in kinds and short is not None:
             base = 1000 if short[2].islower() else 1024
@@ -326,7 +328,7 @@ def _offload(
 
     vLLM's ``--kv-offloading-size`` is GiB of all tensor-parallel ranks, SGLang's
     ``--hicache-size`` GB of each. Raises InputError where the size or the link is unknown."""
-    allowed = "--kv-tier NAME:SIZE,load=RATE beside a line without it"
+    allowed = "--kv-tier NAME:SIZE,load=RATE, and a launch line without it"
     gib, connector = found.pop("host_gib", None), found.pop("connector", None)
     size, write = found.pop("hicache_size", None), found.pop("hicache_write", None)
     words = f"{gib}GiB" if gib else ""
@@ -351,7 +353,7 @@ def _offload(
 
     rate = load_gpu(str(values.get("gpu") or "H100")).host_bandwidth
     if not rate:
-        raise InputError("engine_args", "KV offloading over an unknown host link", allowed)
+        raise InputError("engine_args", "the bandwidth of the host link is unknown", allowed)
     rule = {"write_back": ",write=back", "write_through_selective": ",write=selective"}
     found["kv_tier"] = (f"host:{words},load={rate / 1e9:g}GB/s{rule.get(str(write), '')}",)
 
@@ -374,7 +376,7 @@ def _check_weights(found: dict[str, Any], values: Mapping[str, Any], idle: list[
     if word == "modelopt":
         bits = "8"
     if stored == {"bfloat16"} or not any(bits in kind for kind in stored):
-        allowed = "a model that is stored so, such as X-FP8, or the config.json of one"
+        allowed = "a model stored in this format, such as X-FP8, or the config.json of one"
         problem = (
             f"--quantization {asked}, but weights of {name} are {' and '.join(sorted(stored))}"
         )
@@ -410,7 +412,7 @@ def _place(found: dict[str, Any], nodes: Any, local: Any, idle: list[str]) -> No
         gpus = each * engines
         if gpus % int(nodes):
             problem = f"--nnodes {nodes}, but {gpus} GPUs of a worker"
-            raise InputError("engine_args", problem, "nodes that divide them")
+            raise InputError("engine_args", problem, "a number of nodes that divides them")
         found["gpus_per_node"] = gpus // int(nodes)
     elif local is not None and 0 < int(local) < engines:
         found["gpus_per_node"] = each * int(local)
@@ -435,7 +437,7 @@ def _send(
             idle.append("all2all_backend")  # FusedMoEParallelConfig.use_all2all_kernels
             return
     elif not shares:
-        problem = "DeepEP between GPUs of one engine of attention is not simulated"
+        problem = "DeepEP between GPUs of there is only one attention engine is not simulated"
         allowed = "--enable-dp-attention --dp-size N beside it, or --moe-a2a-backend none"
         raise InputError("engine_args", problem, allowed)
     else:
@@ -547,7 +549,9 @@ def _options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
     while words:
         word = words.pop(0)
         if not word.startswith("-"):
-            raise InputError("engine_args", f"{word!r} follows no option", "--option value ...")
+            raise InputError(
+                "engine_args", f"{word!r} does not follow an option", "--option value ..."
+            )
         name, equals, value = word.lstrip("-").partition("=")
         if not equals and words and not _is_option(words[0]):
             value, equals = words.pop(0), "="

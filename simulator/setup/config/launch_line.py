@@ -73,13 +73,15 @@ def cut(line: str) -> Line:
     if not started:
         if engine and not rest:  # the image starts its engine: a model follows
             return Line(engine, version, "", program, environment, words)
-        raise InputError("engine_args", f"{program!r} starts no engine that is known", _ALLOWED)
+        raise InputError("engine_args", f"{program!r} does not start a known engine", _ALLOWED)
     if engine and started != engine:
         raise InputError("engine_args", f"{program!r} in an image of {engine}", "one engine")
     if rest[:1] == ["serve"]:
         rest = rest[1:]
     if len(rest) > 1:
-        raise InputError("engine_args", f"{rest[1]!r} follows no option", "--option value ...")
+        raise InputError(
+            "engine_args", f"{rest[1]!r} does not follow an option", "--option value ..."
+        )
     return Line(started, version, "", "".join(rest), environment, words)
 
 
@@ -103,7 +105,7 @@ def _container(words: list[str], environment: dict[str, str]) -> tuple[str, str]
             if match and spelled and at > 1:
                 del words[: at + 1]
                 return engine, match[1] or ""
-    problem = f"{program} starts no image of an engine that is known"
+    problem = f"{program} does not start a known engine image"
     raise InputError("engine_args", problem, "vllm/vllm-openai, lmsysorg/sglang, tensorrt-llm")
 
 
@@ -116,7 +118,7 @@ def _bench(program: str, rest: list[str]) -> str:
         return "vllm"
     if name == "vllm" and rest[:1] == ["bench"]:
         if rest[1:2] != ["serve"]:
-            problem = f"vllm {' '.join(rest[:2])} sends no requests to a server"
+            problem = f"vllm {' '.join(rest[:2])} does not send requests to a server"
             raise InputError("engine_args", problem, _BENCHES)
         return "vllm"
     return ""
@@ -133,9 +135,9 @@ def _started(program: str, rest: list[str]) -> str:
         return "vllm"
     if name in ("vllm", "sglang"):
         if rest and rest[0] != "serve":
-            problem = f"{name} {rest[0]} starts no server"
+            problem = f"{name} {rest[0]} does not start a server"
             raise InputError("engine_args", problem, f"{name} serve")
         return name
     if _OTHERS.match(name):
-        raise InputError("engine_args", f"{name} starts no server that is simulated", _ALLOWED)
+        raise InputError("engine_args", f"{name} starts a server that is not simulated", _ALLOWED)
     return ""

@@ -44,7 +44,7 @@ BENCH = {
 }  # fmt: skip
 _LORA = "a line without LoRA adapters: all requests are the base model's"
 _WEIGHTS = "all weights on the GPUs: more of them, or a quantized model"
-_CACHE = "--kv-tier NAME:SIZE,load=RATE beside a line without it"
+_CACHE = "--kv-tier NAME:SIZE,load=RATE, and a launch line without it"
 _MODEL = "--model FILE, a config.json with these values"
 _CONTEXT = "1, and --tensor-parallel-size or --data-parallel-size"
 #: What works another way than anything simulated, and what to write instead.

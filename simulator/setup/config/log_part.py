@@ -16,7 +16,7 @@ def check_window(asked: WorkloadConfig) -> None:
         others = ("num_requests", "request_rate", "warmup", *parts)
         for name in others:
             if getattr(asked, name) is not None:
-                problem = "beside arrivals agentx, which opens the window when caches are warm"
+                problem = "arrivals agentx opens the window when caches are warm"
                 raise InputError(name, problem, "none, or --arrivals closed")
         if asked.max_active_sessions is None:
             raise InputError(
@@ -27,15 +27,17 @@ def check_window(asked: WorkloadConfig) -> None:
         return
     name = parts[0]
     if not asked.from_file:
-        problem = f"workload {asked.workload} is no log"
+        problem = f"workload {asked.workload} is not a log"
         raise InputError(name, problem, "--workload with the path of a request log")
     if not asked.replays_log:
-        raise InputError(name, "beside arrivals that are drawn", "--arrivals recorded")
+        raise InputError(name, "given together with arrivals that are drawn", "--arrivals recorded")
     for other in ("num_requests", "duration"):
         if getattr(asked, other) is not None:
-            raise InputError(other, f"beside {name}, which says how long it is", "one of the two")
+            raise InputError(
+                other, f"given together with {name}, which says how long it is", "one of the two"
+            )
     if "busiest" in parts and len(parts) > 1:
-        raise InputError("busiest", f"beside {name}", "one of the two")
+        raise InputError("busiest", f"given together with {name}", "one of the two")
 
 
 def log_of(asked: WorkloadConfig, output_len: int | Literal["recorded"]) -> RequestLog | None:

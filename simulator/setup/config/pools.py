@@ -303,17 +303,19 @@ class Pools(RootModel[dict[str, WorkerPool]]):
             for other in then:
                 if other not in pools or other == name:
                     others = [pool for pool in pools if pool != name]
-                    raise InputError(field, f"{other!r} is no other pool", ", ".join(others))
+                    raise InputError(field, f"{other!r} is not another pool", ", ".join(others))
                 if pools[other].then is not None:
-                    problem = f"{other!r} hands over itself or ends with the prompt"
+                    problem = f"{other!r} hands over requests itself, or ends with their prompts"
                     raise InputError(field, problem, "a pool without then")
             for beside in thens.values():
                 if set(then) & set(beside) and set(then) != set(beside):
-                    problem = f"a part of what another pool hands over to: {', '.join(beside)}"
+                    problem = f"shares only some targets with another pool: {', '.join(beside)}"
                     raise InputError(field, problem, "the same pools, or none of them")
         ends = {pool.then == NO_POOL for pool in pools.values()}
         if len(ends) > 1:
-            raise InputError("topology", "some requests would end with their prompts", "all, none")
+            raise InputError(
+                "topology", "some requests would end with their prompts, others not", "all, none"
+            )
         return self
 
     @property
@@ -357,7 +359,7 @@ def _topology(value: Any) -> Any:
             return text
         value = parse_yaml(read_text(text, "topology"), "topology", text)
         if not isinstance(value, Mapping):
-            raise InputError("topology", f"{text} holds no mapping", "pools by their names")
+            raise InputError("topology", f"{text} does not hold a mapping", "pools by their names")
     if not isinstance(value, Mapping):
         return value
     try:

@@ -40,14 +40,14 @@ class WorkloadConfig(Fields):
     any table with ``columns``). A routing trace that lacks a domain of ``task`` serves ``trace``
     by default."""
     columns: Annotated[str | None, Option(metavar="KEY=COLUMN,...")] = None
-    """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
-    ``session``, ``priority``."""
+    """Columns of a table that is read as a log: ``time_s=start,input=prompts,output=outputs``;
+    also ``time``, ``time_ms``, ``session``, ``priority``."""
     time_unit: Literal["s", "ms", "us", "ns"] | None = None
-    """Unit of a log's times, where they are numbers and nothing in the file says it."""
+    """Unit of the times in a log that does not state it."""
     arrivals: Literal["recorded", "poisson", "closed", "agentx"] | None = None
-    """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
-    come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with
-    warm caches, in ``max_active_sessions`` lanes."""
+    """Arrivals of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate;
+    ``closed``: each turn its recorded gap after the turn before has ended; ``agentx``: from the
+    middle of sessions, with warm caches, in ``max_active_sessions`` lanes."""
     request_rate: Annotated[field_types.Rate | None, Option(common=True, unit="requests/s")] = None
     """Mean requests per second (``chat``, ``agent``: sessions per second); ``inf``: all at once.
     Default: 60 (sessions: 1), or the log's own rate."""
@@ -56,8 +56,8 @@ class WorkloadConfig(Fields):
     burstier."""
     load: Annotated[PathText | None, Option(metavar="sine:|ladder:|FILE", path="file")] = None
     """A rate that changes over time: ``sine:1,24,period=900``, ``ladder:15,2,10@150``, a file of
-    ``t_s,rate``, a usage export, a Prometheus range export, or a log, counted by the minute. It
-    runs through once unless a duration is given. ``request_rate`` scales it to that mean."""
+    ``t_s,rate``, a usage export, a Prometheus range export, or a log, counted per minute. It runs
+    once unless a duration is given; ``request_rate`` scales its mean."""
     max_concurrency: Annotated[int | None, Option(common=True, unit="requests")] = Field(
         default=None, ge=1
     )
@@ -85,8 +85,8 @@ class WorkloadConfig(Fields):
     ] = Field(default=None, ge=1)
     """Number of requests (``chat``, ``agent``: sessions) to send, instead of a duration."""
     prompts: Literal["unique", "shared"] = "unique"
-    """Give requests that are replayed from one trace request the same prompt (``shared``, which
-    prefix caches find) or unique prompts. Logs say themselves which requests share a prefix."""
+    """Give requests that replay the same trace request the same prompt (``shared``; prefix caches
+    find it) or unique prompts. In logs, the recorded prefixes decide."""
     seed: Annotated[int, Option(common=True)] = Field(default=0, ge=0)
     """Seed of every random stream."""
     sessions: Annotated[int | None, Option(unit="sessions")] = Field(default=None, ge=1)
@@ -100,9 +100,9 @@ class WorkloadConfig(Fields):
     calls_per_turn: Annotated[field_types.Counted, Option(metavar="N|DRAWN")] = None
     """Number of requests in a turn; tools answer all but the last."""
     think_time: Annotated[field_types.Drawn, Option(metavar="S|DRAWN", unit="s")] = None
-    """Seconds between an answer and the user's next turn."""
+    """Time between an answer and the user's next turn, s."""
     tool_time: Annotated[field_types.Drawn, Option(metavar="S|DRAWN", unit="s")] = None
-    """Seconds between an answer and the tool's result."""
+    """Time between an answer and the tool's result, s."""
     new_tokens: Annotated[field_types.Counted, Option(metavar="N|DRAWN", unit="tokens")] = None
     """New tokens in the prompt of a turn, beyond the history."""
     history: Annotated[str, AfterValidator(check_history), Option(metavar="all|RULE:VALUE")] = "all"
@@ -122,7 +122,7 @@ class WorkloadConfig(Fields):
         int | None, Option(common=True, unit="tokens", aliases=("--random-input-len",))
     ] = Field(default=None, ge=1, le=LONGEST)
     """Prompt tokens of every request, without a shared prefix. Default: as in the routing trace or
-    the file. Prompts longer than the trace's replay its tokens more than once."""
+    the file. Prompts longer than the trace's repeat its tokens."""
     prompt_lengths: Literal["trace", "data_sets"] = "trace"
     """Prompt lengths of a named workload: as in the routing trace, or as in ELDR's data sets as its
     authors served them (4 to 1,024 tokens)."""
@@ -140,8 +140,8 @@ class WorkloadConfig(Fields):
         int,
         Option(unit="tokens", aliases=("--random-prefix-len", "--prefix-repetition-prefix-len")),
     ] = Field(default=0, ge=0, le=LONGEST)
-    """Length of a shared prefix, tokens, which every prompt begins with in addition to its input
-    length; prefix caches find it."""
+    """Length of a shared prefix of all prompts, tokens, in addition to the input length; prefix
+    caches find it."""
     num_prefixes: Annotated[int, Option(aliases=("--prefix-repetition-num-prefixes",))] = Field(
         default=1, ge=1, le=2**20
     )
@@ -240,8 +240,8 @@ class RoutingConfig(Fields):
     """How much of the variance between requests their domain explains in drawn routing: the low,
     middle or high end of what recordings and papers show (docs/sources.md)."""
     routing: Literal["real", "uniform", "balanced", "round_robin", "dummy-weights"] = "real"
-    """Experts as in the trace (``real``), or as benchmarks of engines force them
-    (docs/sources.md); ``what-if routing=balanced`` shows what that hides."""
+    """Source of the chosen experts: the trace (``real``), or a forced choice as in benchmarks of
+    engines (docs/sources.md)."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Generated tokens that a request replays: its own, or those of another request in its domain,
     so that no two requests with equal signatures replay equal tokens."""

@@ -393,7 +393,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise InputError("config", f"{path} holds no mapping", "field: value lines")
+        raise InputError("config", f"{path} does not hold a mapping", "field: value lines")
     # A result's config.json keeps the fields under "config", beside checksums and versions.
     nested = values.get("config")
     if not isinstance(nested, dict):

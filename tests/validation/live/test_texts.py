@@ -77,7 +77,7 @@ def test_what_is_missing_is_said(tmp_path, model):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--feature", "ngram"], "texts: loads of features make their own prompts"),
+        (["--feature", "ngram"], "texts: with --feature, loads make their own prompts"),
         (["--domain-mix", "code=1"], "unknown domain 'code' (allowed: en)"),
     ],
 )

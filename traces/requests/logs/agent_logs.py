@@ -36,7 +36,9 @@ def agent_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
             yield from _Session(number, record, blank).rows(record["requests"], 0.0, "")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             allowed = "requests with t, in, out, hash_ids, as in Weka's traces"
-            raise InputError(f"{file} session {number + 1}", "not as expected", allowed) from None
+            raise InputError(
+                f"{file} session {number + 1}", "has an unexpected form", allowed
+            ) from None
 
 
 class _Session:

@@ -143,21 +143,21 @@ def bucket_rates(
     totals = np.bincount(inverse, weights=numbers)
     if ends is None:
         if len(starts) < 2:
-            raise InputError(str(file), "holds one step of time without an end", "two or more")
+            raise InputError(str(file), "has a single time step without an end", "two or more")
         widths = np.append(np.diff(starts), np.diff(starts)[-1])
         widths = np.minimum(widths, np.median(widths))
     else:
         widths = np.zeros(len(starts))
         np.maximum.at(widths, inverse, ends - begins)
     if not (widths > 0).all():
-        raise InputError(str(file), "has a step of time of no length", "ends after begins")
+        raise InputError(str(file), "has a time step of length 0", "ends after starts")
     edges, rates = [0.0], []
     for begin, width, total in zip(starts - starts[0], widths, totals, strict=True):
         if begin > edges[-1] + 1e-6:  # nothing came between
             edges.append(float(begin))
             rates.append(0.0)
         if begin < edges[-1] - 1e-6:
-            raise InputError(str(file), "has steps of time that overlap", "one after the other")
+            raise InputError(str(file), "has overlapping time steps", "one after the other")
         edges.append(float(begin + width))
         rates.append(float(total / width))
     return np.array(edges), np.array(rates)
@@ -209,7 +209,7 @@ def prometheus_rates(file: Path, record: Mapping[str, Any]) -> tuple[Floats, Flo
             if name and "request" not in name:
                 raise InputError(str(file), f"{name} counts no requests", allowed)
             if name and not name.endswith(("_total", "_count", "_sum")):
-                raise InputError(str(file), f"{name} is no counter and no rate", allowed)
+                raise InputError(str(file), f"{name} is neither a counter nor a rate", allowed)
             if name:
                 grown = [
                     (at, (value - last if value >= last else value) / (at - before))
@@ -219,7 +219,7 @@ def prometheus_rates(file: Path, record: Mapping[str, Any]) -> tuple[Floats, Flo
             for at, rate in points:
                 total[at] = total.get(at, 0.0) + (rate if np.isfinite(rate) else 0.0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
-        raise InputError(str(file), "is no range of Prometheus's", allowed) from None
+        raise InputError(str(file), "is not a range of Prometheus's", allowed) from None
     times = np.array(sorted(total))
     if len(times) < 2:
         raise InputError(str(file), "holds fewer than two times", allowed)

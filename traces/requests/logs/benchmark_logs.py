@@ -67,7 +67,7 @@ def stated_load(file: Path, record: Mapping[str, Any]) -> StatedLoad:
         raise InputError(str(file), problem, "numbers above 0, as its benchmark writes") from None
     has_times = record.get("start_times") is not None
     if record.get("ramp_up_strategy") and not has_times:
-        problem = "its rate rose while it ran, and it has no start_times"
+        problem = "its rate changed during the run, and it has no start_times"
         raise InputError(str(file), problem, "--save-detailed of a newer vLLM")
     model = record.get("model_id") or record.get("model")
     if not model and isinstance(info := record.get("server_info"), Mapping):
@@ -99,7 +99,7 @@ def vllm_rows(file: Path, record: Mapping[str, Any], stated: StatedLoad) -> Iter
         columns[2] = (times / 1e9).tolist()
     if len({len(c) if isinstance(c, list) else -1 for c in columns}) != 1:
         problem = "input_lens, output_lens and start_times differ in length"
-        raise InputError(str(file), problem, "one of each for every request")
+        raise InputError(str(file), problem, "lists of equal length")
     for number, (prompt, output, start) in enumerate(zip(*columns, strict=True)):
         if type(prompt) is not int or type(output) is not int or not _is_number(start):
             problem = f"got {prompt!r:.20}, {output!r:.20}, {start!r:.20}"

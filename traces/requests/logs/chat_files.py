@@ -49,7 +49,9 @@ def talk_rows(file: Path, records: Iterable[Any], left_out: dict[str, int]) -> I
             said = [_text(turn) for turn in turns if _role(turn) != "system"]
         except (KeyError, TypeError, AttributeError, StopIteration):
             allowed = "conversations of from and value, as in ShareGPT"
-            raise InputError(f"{file} conversation {number}", "not as expected", allowed) from None
+            raise InputError(
+                f"{file} conversation {number}", "has an unexpected form", allowed
+            ) from None
         if len(said) < 2:
             left_out["without an answer"] = left_out.get("without an answer", 0) + 1
             continue
@@ -128,4 +130,6 @@ def tool_session_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
                 when += round(after * 1e9)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             allowed = "arrival_time_ns, sub_requests with input_toks, output_toks, tool_duration_ns"
-            raise InputError(f"{file} session {number}", "not as expected", allowed) from None
+            raise InputError(
+                f"{file} session {number}", "has an unexpected form", allowed
+            ) from None

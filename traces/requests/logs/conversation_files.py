@@ -44,7 +44,7 @@ def conversation_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
         users = np.maximum(_drawn(prompt_input["num_tokens"], total, rng), 1)
         answers = np.maximum(_drawn(record["prompt_output"]["num_tokens"], total, rng), 1)
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise InputError(str(file), "are no conversations to generate", _ALLOWED) from None
+        raise InputError(str(file), "are not conversations to generate", _ALLOWED) from None
     last = np.cumsum(turns).tolist()
     for number, (end, own) in enumerate(zip(last, prefix.tolist(), strict=True)):
         context = common + own

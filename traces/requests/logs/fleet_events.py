@@ -210,7 +210,7 @@ def _of_pods(
 ) -> Iterator[Change]:
     items = content.get("items") if isinstance(content, Mapping) else content
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise InputError("fleet", f"{path} holds no list of events", _ALLOWED)
+        raise InputError("fleet", f"{path} does not hold a list of events", _ALLOWED)
     for number, item in enumerate(items):
         about = item.get("involvedObject") or item.get("regarding")
         reason = item.get("reason")
@@ -248,7 +248,7 @@ def _of_series(series: list[Any]) -> Iterator[Change]:
         try:
             samples = [(scaled_ns(float(at), 1e9), float(value) > 0.0) for at, value in values]
         except (TypeError, ValueError):
-            raise InputError("fleet", "a sample is no pair of time and number") from None
+            raise InputError("fleet", "a sample is not a pair of time and number") from None
         read.append((str(labels[label]), samples))
         last_ns = max([last_ns, *(at for at, _ in samples)])
     if not any(samples for _, samples in read):

@@ -256,7 +256,7 @@ FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "aiperf inputs", "AIPerf's and GenAI-Perf's inputs.json: the prompts that were sent",
         '{"data": [{"session_id": "s0", "payloads": [{"model": "m", "messages": []}]}]}',
-        use="", way="profile_export.jsonl beside it",
+        use="", way="the profile_export.jsonl next to it",
     ),
     LogFormat(
         "vllm bench totals", "vllm bench throughput and latency (--output-json): totals",
@@ -280,7 +280,7 @@ FORMATS: tuple[LogFormat, ...] = (
         "llmperf summary", "llmperf's summary: means",
         '{"version": "2023-08-31", "num_concurrent_requests": 8, '
         '"results_number_input_tokens_mean": 907.0}',
-        use="", way="the individual_responses.json beside it",
+        use="", way="the individual_responses.json next to it",
     ),
 )  # fmt: skip
 

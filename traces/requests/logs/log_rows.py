@@ -47,7 +47,7 @@ def timestamp_ns(text: str) -> int:
     # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.
     match = _TIMESTAMP.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r:.40} is no ISO 8601 time")
+        raise ValueError(f"{text!r:.40} is not an ISO 8601 time")
     day, clock, fraction, zone = match.groups()
     if zone is not None and len(zone) == 5:
         zone = f"{zone[:3]}:{zone[3:]}"

@@ -45,7 +45,9 @@ def multi_turn_rows(file: Path, records: Iterable[Any], output_len: int | None) 
             raise InputError(f"{file} session {number}", str(error), "turns of text") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             allowed = "turns with text and output_length, as in AIPerf's multi_turn"
-            raise InputError(f"{file} session {number}", "not as expected", allowed) from None
+            raise InputError(
+                f"{file} session {number}", "has an unexpected form", allowed
+            ) from None
     known: dict[bytes, int] = {}
     fillers = count()
     for number, (name, turns) in enumerate(sessions.items()):

@@ -120,15 +120,15 @@ class _Asked:
         given = {} if self.columns is None else parse_columns(self.columns)
         columns = columns_of(known, given, names, self.time_unit)
         if columns.output is None and self.output_len is None:
-            problem = "has no lengths of answers"
-            raise InputError(str(file), problem, "--output-len N, of all of them")
+            problem = "has no output lengths"
+            raise InputError(str(file), problem, "--output-len N, for all requests")
         return columns
 
     def only_tables(self, file: Path, kind: str) -> None:
         """Raise InputError where options name columns or units of what is no table."""
         for name in ("columns", "time_unit"):
             if getattr(self, name) is not None:
-                raise InputError(name, f"{file.name} ({kind}) says itself what they are", "none")
+                raise InputError(name, f"{file.name} ({kind}) states its columns itself", "none")
 
 
 def read_request_log(
@@ -241,7 +241,7 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
             record = _json(first + lines.read())
             if record is None:
                 problem = f"got {first.strip()!r:.80}"
-                raise InputError(f"{file} line 1", problem, "JSON: an object a line, or a document")
+                raise InputError(f"{file} line 1", problem, "JSON lines, or one JSON document")
         rest = [] if following is None else [following]
         if following is None:
             return _document(file, asked, record)
@@ -254,7 +254,7 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
             return sessions
     if not isinstance(record, dict):
         problem = f"got {first.strip()!r:.60}"
-        raise InputError(f"{file} line 1", problem, "an object a line")
+        raise InputError(f"{file} line 1", problem, "one JSON object per line")
     records = [record, *(each for each in head if isinstance(each, dict))]
     names = json_names(records)
     known_table = _known_table(file, asked, names, records, first)
@@ -405,7 +405,7 @@ def _no_text(file: Path) -> str:
 
 
 def _refusal(file: Path, known: LogFormat) -> InputError:
-    return InputError(str(file), f"holds no requests: {known.about}", known.way)
+    return InputError(str(file), f"has no requests: {known.about}", known.way)
 
 
 def _table(

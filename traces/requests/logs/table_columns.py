@@ -85,7 +85,9 @@ def parse_columns(text: str) -> dict[str, str]:
         columns[key] = column
     times = [key for key in columns if key.startswith("time")]
     if len(times) > 1:
-        raise InputError("columns", "more than one time", "input, output and at most one time")
+        raise InputError(
+            "columns", "more than one time column", "input, output and at most one time"
+        )
     for key in times:
         if _GAPS.search(columns[key]):
             problem = f"{columns[key]!r} holds gaps between requests by its name, not times"
@@ -252,14 +254,14 @@ def tokens_of(text: str) -> int:
 def strict_whole(value: Any) -> int:
     """Return a JSON integer; raises TypeError."""
     if type(value) is not int:
-        raise TypeError(f"{value!r:.30} is no whole number")
+        raise TypeError(f"{value!r:.30} is not a whole number")
     return value
 
 
 def whole_number(value: Any) -> int:
     """Return a whole number, however it is written; raises ValueError, TypeError."""
     if isinstance(value, bool):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     if type(value) is int:
         return value
     try:
@@ -267,7 +269,7 @@ def whole_number(value: Any) -> int:
     except ValueError:
         raise ValueError(f"could not convert {value!r:.40} to a number") from None
     if number != int(number):
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return int(number)
 
 
@@ -286,7 +288,7 @@ def time_ns(unit: str, value: Any) -> int:
             if isinstance(value, str) and is_date(value):
                 text = f"{value!r:.40} is a date, no number: time= without a unit reads it"
                 raise ValueError(text) from None
-            raise ValueError(f"{value!r:.40} is no time in {unit}") from None
+            raise ValueError(f"{value!r:.40} is not a time in {unit}") from None
     if isinstance(value, datetime):
         value = value.isoformat(sep=" ")
     try:

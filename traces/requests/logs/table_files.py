@@ -271,7 +271,7 @@ def _json_records(file: Path, block: bytes, line: int) -> Iterator[tuple[str, An
                 record = None
             if not isinstance(record, dict):
                 problem = f"got {text.strip()!r:.60}"
-                raise InputError(f"{file} line {number}", problem, "an object a line")
+                raise InputError(f"{file} line {number}", problem, "one JSON object per line")
             yield f"line {number}", record
 
 

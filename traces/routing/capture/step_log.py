@@ -173,7 +173,7 @@ class LogReader:
             rows = [(str(name), int(start), int(count)) for name, start, count in step["rows"]]
             new = step["prompts"]
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(where, f"is no step: {error}") from None
+            raise InputError(where, f"is not a step: {error}") from None
         shape = (sum(count for _, _, count in rows), len(header.layers), header.top_k)
         row_bytes = shape[1] * shape[2] * header.dtype.itemsize
         ids.seek(self._rows * row_bytes)

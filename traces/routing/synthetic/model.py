@@ -158,12 +158,12 @@ class RoutingModel:
     def load(cls, path: str | os.PathLike[str]) -> "RoutingModel":
         """Read a model that `save` wrote; raises InputError if the file is not such a model."""
         names = [f.name for f in fields(cls)]
-        with reading(str(path), "is no routing model", "what trace fit-synthetic writes"):
+        with reading(str(path), "is not a routing model", "what trace fit-synthetic writes"):
             with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in names}
             facts = json.loads(str(arrays["facts"]))
             if not isinstance(facts, dict) or facts.pop("format", None) != _FORMAT:
-                raise InputError(str(path), "is no routing model", f"a file of {_FORMAT!r}")
+                raise InputError(str(path), "is not a routing model", f"a file of {_FORMAT!r}")
         values: dict[str, Any] = {
             name: value.astype(np.float64) if value.dtype.kind == "f" else value
             for name, value in arrays.items()

@@ -54,7 +54,7 @@ FITTED = ("gpt-oss-20b", "qwen3-30b-a3b")
 def fitted_model(name: str) -> RoutingModel:
     """Return a fitted model that comes with the package; raises InputError if there is none."""
     if name not in FITTED:
-        raise InputError("from", f"{name!r} is no fitted model", ", ".join(FITTED))
+        raise InputError("from", f"{name!r} is not a fitted model", ", ".join(FITTED))
     return RoutingModel.load(fitted_path(name))
 
 
@@ -91,7 +91,7 @@ class Parameters:
         names = [own.name for own in fields(self)]
         for name in values:
             if name not in names:
-                raise InputError("set", f"{name!r} is no parameter", ", ".join(names))
+                raise InputError("set", f"{name!r} is not a parameter", ", ".join(names))
         return replace(self, **values)
 
 

@@ -213,7 +213,7 @@ def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
     for name in requests["request_id"].to_pylist():
         mine = found.get(name, [])
         if len(mine) != 1:
-            raise InputError("proxy log", f"{path} names request {name} {len(mine)} times", "once")
+            raise InputError("proxy log", f"{path} lists request {name} {len(mine)} times", "once")
         entries += mine
     for key in ("prefilled_s", "routed_s", "engine"):
         field = REQUESTS.field(key)
