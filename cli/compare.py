@@ -325,7 +325,7 @@ def _warn_of_requests(change: Change) -> None:
 @option("--set changes", None, 'A change, such as decode.gpu=h200; repeat for more, each alone '
         'against the base. Fields that belong together are one change: "topology=8P12D '
         'policy.tau=0.2".', multiple=True, metavar="FIELD=VALUE")  # fmt: skip
-@option("--together", bool, "Also make all changes at once.")
+@option("--together", bool, "Run one more change: all of them at once.")
 @option("--seeds", int, "Number of seeds, counted from the base run's.", default=5)
 @jobs_option
 @output("Folder for the comparison.", "the result in --out")

@@ -41,7 +41,7 @@ def nearest_moe(
         gpu: name.
         shape: of `format.moe_shape_of`, without expert parallelism.
         dtype: of the experts.
-        engine: whose kernels are wanted; vLLM's come next. Of bfloat16 kernels Triton's come
+        engine: preferred source of kernels; vLLM's come next. Of bfloat16 kernels Triton's come
             first: SGLang takes others for the models alone that they were measured with
             (``server_args.py``).
     """

@@ -393,7 +393,7 @@ def test_columns_of_any_table(tmp_path):
         ("a,b\n1,2\n1\n", "input=a,output=b", "line 3: got '1' (no 'b')"),
         ("a,b\n1.5,2\n", "input=a,output=b", "line 2: got '1.5,2' ('1.5' is not a whole number)"),
         ('{"a": 1, "b": 2}\n{"a": 1}\n', "input=a,output=b", "line 2: got '1' (no 'b')"),
-        ("{]\n", "input=a,output=b", "one JSON object per line"),
+        ("{]\n", "input=a,output=b", "JSON lines, or one"),
         ("PAR1x", "input=a,output=b", "no Parquet file"),
         (json.dumps(VLLM | {"output_lens": [1]}), None, "differ in length"),
         (json.dumps(VLLM) + "\n" + json.dumps(VLLM), None, "more than one result"),
