@@ -263,7 +263,7 @@ def _flaw(policy: object) -> str:
         return f"has decision={decision!r}, not one of {', '.join(DECISIONS)}"
     kind, method = _KINDS[decision]
     if not issubclass(policy, kind):  # but of another decision's
-        return f"makes decision {decision!r} and is no {kind.__name__}"
+        return f"makes decision {decision!r} and is not a {kind.__name__}"
     if not any(_has(policy, kind, each) for each in (method.partition("(")[0], "rules")):
         return f"has no method {method}"
     if not isinstance(own, Needs):

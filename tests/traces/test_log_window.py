@@ -181,9 +181,9 @@ def test_a_stretched_part_has_the_rate_and_the_warm_up_asked_for(gateway):
         ({"log_from": "1h"}, "log_from: 3600 s, but gateway.csv ends at 89"),
         ({"log_from": 50, "log_to": 40}, "log_to: 40 s is not after 50 s"),
         ({"busiest": "1d"}, "busiest: 86400 s of the 89"),
-        ({"busiest": 9, "log_to": 40}, "busiest: beside log_to"),
-        ({"log_to": 40, "duration": 9}, "duration: beside log_to"),
-        ({"log_to": 40, "num_requests": 9}, "num_requests: beside log_to"),
+        ({"busiest": 9, "log_to": 40}, "busiest: given together with log_to"),
+        ({"log_to": 40, "duration": 9}, "duration: given together with log_to"),
+        ({"log_to": 40, "num_requests": 9}, "num_requests: given together with log_to"),
         (
             {"busiest": 9, "arrivals": "poisson", "request_rate": 9},
             "given together with arrivals that are drawn",
