@@ -168,6 +168,7 @@ def _run(
 def prepare_run(config: RunConfig) -> PreparedRun:
     """Return what a run reads; what its requests, policies, faults and autoscaler are refused for
     is found before routing is drawn."""
+    _check_objective(config)
     return prepare(config, partial(_check_without_routing, config))
 
 
@@ -182,17 +183,24 @@ def check_run(config: RunConfig) -> None:
         _check_without_routing(config, prepared)
         raise _Checked
 
+    _check_objective(config)
     with suppress(_Checked):
         prepare(config, check)
+
+
+def _check_objective(config: RunConfig) -> None:
+    if config.output.confidence is not None and not config.output.goodput.given:
+        raise InputError("confidence", "no objective is judged", "--goodput ttft:500,tpot:30")
 
 
 def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
     """Raise InputError where a run is refused for something that needs no routing."""
     check_scaling(config.scaling, config.faults, config.pools)
+    placing.check_relocations(config.experts, prepared.spec)
     workload, _ = offered_load(config, None)
     _faults(config, prepared.spec, workload)
     policies = policies_of(config, prepared)
-    policies.queue_order()
+    queue_keys(policies.queue_order(), workload)
     if config.cluster.n_prefill:
         policies.prefill(workload)
     if not config.cluster.generates:
@@ -315,6 +323,7 @@ def make_inputs(
         aging_s=order.aging_s,
     )
     artifact = None if decode is None else decode.artifact
+    placing.check_relocations(config.experts, spec)
     placements, movable = placing.placements_of(prepared, seed, artifact, calibration)
     if placements is not None:
         pools = []

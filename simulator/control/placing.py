@@ -12,7 +12,7 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPo
 from eldr_sim.policies.registry import needs, placement_policy
 from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
-from eldr_sim.simulator.setup.cluster_spec import EngineSpec, PoolSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.groups import ExpertsConfig, ScalingConfig
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.traces.routing.calibration import CalibrationSet
@@ -193,6 +193,24 @@ def _whole_nodes(width: int, engine_gpus: int, node: int) -> int:
     return width if ranks <= node else -(-ranks // node) * node // engine_gpus
 
 
+def check_relocations(experts: ExpertsConfig, spec: ClusterSpec) -> None:
+    """Raise InputError for settings of moving experts where none moves."""
+    if experts.eplb_interval is None:
+        for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
+            if getattr(experts, name) != ExpertsConfig.model_fields[name].default:
+                raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
+    elif not any(
+        pool.engine.group is not None
+        and needs("expert_placement", pool.engine.own.expert_placement or "linear").counts
+        for pool in spec.pools
+    ):
+        raise InputError(
+            "eplb_interval",
+            "no engines share experts that a placement policy could move",
+            "--data-parallel-size 2 or more with --expert-placement eplb",
+        )
+
+
 def relocations_of(
     experts: ExpertsConfig,
     replica_choice: str,
@@ -201,16 +219,7 @@ def relocations_of(
 ) -> relocation.Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
     if experts.eplb_interval is None:
-        for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
-            if getattr(experts, name) != ExpertsConfig.model_fields[name].default:
-                raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
         return None
-    if not movable:
-        raise InputError(
-            "eplb_interval",
-            "no engines share experts that a placement policy could move",
-            "--data-parallel-size 2 or more with --expert-placement eplb",
-        )
     rule = relocation.RelocationRule(
         experts.eplb_interval,
         experts.eplb_window,

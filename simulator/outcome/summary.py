@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.arrays import Ints, Records
-from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.calibration import load_calibration
@@ -417,8 +416,6 @@ def judged(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> RunCo
     level = config.output.goodput
     if config.output.confidence is None:
         return config
-    if not level.given:
-        raise InputError("confidence", "no objective is judged", "--goodput ttft:500,tpot:30")
     band = _band_of(config, prepared, peak_concurrency(record))
     return config.replace(goodput=at_bad_end(level, band))
 

@@ -1,10 +1,10 @@
 """The pages hold: every link leads somewhere, every command line parses, examples run."""
 
 import itertools
-import json
-import os
 import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -30,8 +30,11 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 from ..on_each import on_each
 from ..paths import ROOT
+from .documented import ABSENT, FILES, MY_TRACE, NOT_RUN, SHORT, short_form, write_files
 
 DOCS = ROOT / "docs"
+#: Lines that `.ci/run` runs, after the install that they stand behind.
+ELSEWHERE = {"README.md": [["run", "--policy", "eldr", "--topology", "8P16D"]]}
 STUDIES = [*sorted(ROOT.glob("studies/*/*.md")), ROOT / "tests" / "benchmarks" / "README.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *STUDIES]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
@@ -226,27 +229,6 @@ QUICK = {
     "policies": [],
     "trace inspect": [],
 }
-#: The files that examples name, small.
-FILES = {
-    "docs/sweep_eldr_figure_11.yaml": "config: {topology: 1P2D, num_requests: 5, output_len: 4}\n"
-    "sweep: {type: grid, parameters: {policy: [jsq, eldr]}}\n"
-    "multiRun: {numRuns: 2, confidenceLevel: 0.95}\n",
-    "mooncake.jsonl": "".join(
-        json.dumps(
-            {
-                "timestamp_ms": 60_000 * i,
-                "input_length": 600,
-                "output_length": 4,
-                "hash_ids": [0, i],
-            }
-        )
-        + "\n"
-        for i in range(20)
-    ),
-    "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(20)),
-}
-
-
 #: Commands of the README that `test_a_page_as_it_stands` alone runs: no option makes them quick.
 LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
@@ -256,9 +238,9 @@ LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 )
 def test_examples_run(page, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
     Path("docs").mkdir()
-    for file, text in FILES.items():
-        Path(file).write_text(text)
+    Path("docs/sweep_eldr_figure_11.yaml").write_text(FILES["sweep.yaml"])
     for words in commands(ROOT / page):
         command, options = parsed(words)
         if command in QUICK:
@@ -350,7 +332,7 @@ def test_a_line_names_the_files_that_it_needs(page):
         made += out
 
 
-#: Commands that serve until they are stopped: `tests/serving` and `tests/reports` start them.
+#: Commands that serve until they are stopped.
 STAYS = ("explore", "router", "serve")
 
 
@@ -359,41 +341,96 @@ def here(need):
     return need in EXTRAS and all(find_spec(module) for module in EXTRAS[need])
 
 
+def not_run(page):
+    """Return the lines of a page that nothing here can run, and those that read what they write."""
+    missing, found = [], []
+    for line in named_needs(page):
+        reads = any(word.startswith(one) for word in line.words for one in missing)
+        absent = any(need in ABSENT and not here(need) for need in line.needs)
+        if reads or (absent and short_form(line.words) is None):
+            missing += written(line.words)
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_line_is_run_or_listed(page):
+    """What a line needs is installed, brought by the tests, made by a line before it, or listed."""
+    listed, made = NOT_RUN.get(name(page), []), ["my-trace", "new.csv", *FILES]
+    unrun = [" ".join(line.words) for line in not_run(page)]
+    for text in unrun:
+        assert any(text.startswith(one) for one in listed), f"no test runs {text}"
+    if not any(here(need) for need in ABSENT):  # nothing is listed that runs
+        assert len(unrun) == len(listed)
+    for line in named_needs(page):
+        short = short_form(line.words)
+        if " ".join(line.words) not in unrun:
+            parsed(short or line.words)
+            assert short or not line.minutes, f"no short form of {line.text}"
+            known = [need for need in line.needs if need in EXTRAS or need in made]
+            assert short or known == line.needs, f"no sample for {line.text}"
+        made += written(line.words)
+    alone = [line.words for line in named_needs(page)]
+    assert [words for words in commands(page) if words not in alone] == ELSEWHERE.get(
+        name(page), []
+    )
+
+
+def test_every_short_form_is_used():
+    texts = [f"{' '.join(line.words)} " for page in PAGES for line in named_needs(page)]
+    assert [one for one in SHORT if not any(text.startswith(one) for text in texts)] == []
+
+
+def serves(words, folder):
+    """Start a command that serves, until it says where, and end it."""
+    process = subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if "http://" in line and " is down" not in line:
+                break
+        process.terminate()
+        said += process.stdout
+        return process.wait(60), "".join(said)
+    finally:
+        process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_as_it_stands(page, tmp_path):
-    """Every line, in order, in a folder with the checkout's ``docs`` and ``tests``, but for what
-    lacks something or says that it takes minutes, and what reads their files; prints the times.
-
-    Its files are there; extras are where they are installed, and no GPU nor engine.
-    """
-    for folder in ("docs", "tests"):
+    """Every line, in order, in a folder with the checkout's files and small ones of a reader; lines
+    of minutes in their short form; prints the times."""
+    for folder in ("docs", "tests", "studies"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    for file, text in FILES.items():
-        if "/" not in file:
-            (tmp_path / file).write_text(text)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    missing = []
-    for line in named_needs(page):
-        reads = any(word.startswith(one) for word in line.words for one in missing)
-        stays = parsed(line.words)[0] in STAYS
-        if (
-            stays
-            or reads
-            or line.minutes
-            or not all(need in FILES or here(need) for need in line.needs)
-        ):
-            missing += written(line.words)
-            continue
+    write_files(tmp_path)
+    program = str(Path(sys.executable).with_name("eldr-sim"))
+    chosen = [line for line in named_needs(page) if line not in not_run(page)]
+    failed = []
+    if any("my-trace" in line.words for line in chosen):
+        subprocess.run([program, *MY_TRACE], cwd=tmp_path, check=True, capture_output=True)
+    for line in chosen:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        words = [program, *(short_form(line.words, port) or line.words)]
+        command = parsed(words[1:])[0]
+        if command != "validate published":  # which continues; others are alternatives
+            for out in written(line.words):
+                shutil.rmtree(tmp_path / out, ignore_errors=True)
         begun = time.monotonic()
-        done = subprocess.run(
-            ["bash", "-c", line.text],
-            cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        print(f"{time.monotonic() - begun:6.1f} s  {line.text}")
-        assert done.returncode == 0, (line.text, done.stderr[-2000:])
-        assert "Traceback" not in done.stderr, line.text
+        if command in STAYS:
+            code, said = serves(words, tmp_path)
+        else:
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+            code, said = done.returncode, done.stderr
+        print(f"{time.monotonic() - begun:6.1f} s  {' '.join(words[1:])}", flush=True)
+        if code not in (0, 143 if command in STAYS else 0) or "Traceback" in said:
+            failed.append((line.text, said[-2000:]))
+    assert failed == []
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,21 @@
 """What is refused is refused before a routing trace is read or drawn."""
 
+import warnings
+from typing import get_args
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies import registry
 from eldr_sim.simulator import run
 from eldr_sim.simulator.setup import prepare, run_routing
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import make_config
+
+from .test_neutral_fields import NEUTRAL
+from .test_neutral_fields import REFUSED as REFUSED_FIELDS
 
 CO_LOCATED = {"topology": "2C"}
 REFUSED = [
@@ -134,3 +144,74 @@ def test_what_is_right_comes_to_routing(policy, monkeypatch, tmp_path):
             continue  # no prefill makes the signatures that they read
         with pytest.raises(KeyError, match="drawn"):
             run.prepare_run(make_config({"topology": topology, "policy": policy}))
+
+
+#: Values of fields, besides the declared choices: each is right beside something.
+VALUES = {
+    **{name: [value] for name, value in (NEUTRAL | REFUSED_FIELDS).items() if value is not None},
+    "topology": ["1P1D", "2P2D", "2C", "2P", "1P1D1X"],
+    "policy": [*registry.names("decode"), "eldr:tau=0.2", "jsq:x=1"],
+    "prefill_policy": registry.names("prefill"),
+    "queue_order": registry.names("queue"),
+    "expert_placement": registry.names("placement"),
+    "replica_choice": registry.names("replica"),
+    "autoscale": registry.names("scaling"),
+    "data_parallel_size": [1, 2], "tensor_parallel_size": [1, 2], "num_redundant_experts": [0, 8],
+    "workload": ["task", "language", "chat", "agent", "missing.csv"],
+    "fail": [("decode:0@1s+1s",), ("prefill:0@1s",), ("worker:0@1s",)],
+    "domain_mix": [{"code": 1.0}, {"nosuch": 1.0}],
+    "gpu_budget": [1, 8], "kv_signal": ["exact", "approx:ttl=120"], "output_len": [1, 4],
+    "conditional_disagg": ["noncached:0", "noncached:64", "seconds"],
+    "speculative_config": [
+        {"method": method, "num_speculative_tokens": 2} for method in ("ngram", "mtp", "eagle3")
+    ],
+    "max_num_batched_tokens": [2, 512], "max_model_len": [64, 32768], "load": ["sine:1,4,period=9"],
+    "min_workers": [(1,), (1, 1), (3,)], "initial_workers": [(1,), (1, 1)], "tables": [],
+    "trace": [], "model": [], "gpu": ["h100", "b200", "mi300x"], "extra_llm_api_options": [],
+}  # fmt: skip
+CHOICES = {
+    name: choices for name, field in RUN_FIELDS.items()
+    if (choices := [one for one in get_args(field.annotation) if isinstance(one, str)])
+}  # fmt: skip
+
+
+@st.composite
+def some_fields(draw):
+    """Two to five fields of a run with values that may or may not fit."""
+    names = sorted(name for name in VALUES | CHOICES if VALUES.get(name, True))
+    chosen = draw(st.lists(st.sampled_from(names), min_size=2, max_size=5, unique=True))
+    return {name: draw(st.sampled_from(VALUES.get(name) or CHOICES[name])) for name in chosen}
+
+
+@given(some_fields())
+def test_a_refused_combination_is_refused_before_drawing(fields):
+    """INV-12: what is not refused without routing runs."""
+    base = {"topology": "1P1D", "policy": "jsq", "num_requests": 6, "output_len": 3, "warmup": 0}
+    try:
+        config = make_config(base | fields)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(run_routing, "drawn_trace", None)  # drawing would be a TypeError
+            run.check_run(config)
+    except InputError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.simulate(config)
+
+
+def test_nothing_is_drawn_twice(monkeypatch):
+    """Routing of a model and its domains, in the checks, the run and a second run alike."""
+    drawn, real = [], run_routing.drawn_trace
+
+    def count(*given, **more):
+        drawn.append(given)
+        return real(*given, **more)
+
+    monkeypatch.setattr(run_routing, "drawn_trace", count)
+    run_routing._drawn.cache_clear()
+    for policy in ("jsq", "eldr"):
+        config = make_config({"topology": "1P1D", "policy": policy, "num_requests": 6, "warmup": 0})
+        run.check_run(config)
+        run.simulate(config)
+    assert len(drawn) == 1
