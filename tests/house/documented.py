@@ -42,7 +42,7 @@ FILES = {
     "mooncake.jsonl": _mooncake(60_000),
     "mooncake_conversation.jsonl": _mooncake(100, 1500),
     "requests.jsonl": _mooncake(10, 1000),
-    "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(20)),
+    "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(200)),
     "BurstGPT_1.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     + "".join(f"{5 * i},ChatGPT,{50 + 37 * i % 900},20,{70 + 37 * i % 900},API log\n"
               for i in range(300)),
@@ -65,16 +65,20 @@ MY_TRACE = shlex.split(
 )
 
 
-def write_files(folder: Path) -> None:
-    """Write the files of readers but the trace."""
+def write_files(folder: Path, measured: bool = False) -> None:
+    """Write the files of readers but the trace; ``measured``: rows of published runs have figures,
+    which readers fill in after predictions are frozen."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
     rows = [run.row for run in read_runs() if run.row["launch"]][:2]
     with (folder / "new.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
-        writer.writerows(row | {"requests": "4", "output_len": "4"} for row in rows)
+        unknown = {} if measured else {name: "" for name in rows[0] if name in MEASURED}
+        writer.writerows(row | {"requests": "4", "output_len": "4"} | unknown for row in rows)
 
+
+MEASURED = ("ttft_ms", "tpot_ms", "output_tok_s")
 
 _SHORT_PLAN = "--duration 20 --seeds 2"
 #: What is added to a line that takes minutes, or stays until it is stopped, by its beginning; the

@@ -421,6 +421,8 @@ def test_a_page_as_it_stands(page, tmp_path):
         if command != "validate published":  # which continues; others are alternatives
             for out in written(line.words):
                 shutil.rmtree(tmp_path / out, ignore_errors=True)
+        if "--compare" in words:
+            write_files(tmp_path, measured=True)
         begun = time.monotonic()
         if command in STAYS:
             code, said = serves(words, tmp_path)

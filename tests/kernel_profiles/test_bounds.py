@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+from eldr_sim.kernel_profiles.kernels import bounds, roofline
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -110,6 +111,32 @@ def test_no_gpu_beats_its_own_peaks_by_its_sibling(
         }
     )
     check(build(model, gpu, Parallelism(tensor)), batch)
+
+
+@on_each("name", list_gpus())
+def test_no_roofline_reaches_the_peaks(name):
+    """Before the bounds that hold every time: a fraction of a peak is below one."""
+    gpu = load_gpu(name)
+    for model in map(load_model, MODELS):
+        if not model.is_dense:
+            moe = roofline.moe_latency(gpu, model)
+            read_s, token_s = bounds.expert_s(gpu, model)
+            assert (np.diff(moe.expert_s) > read_s).all()
+            assert moe.token_s > model.top_k * token_s
+        least = bounds.attention(gpu, model, sliding=False)
+        decode = roofline.decode_attention(gpu, model, sliding=False)
+        found, bound = decode.seconds, least.decode_s(decode.batch, decode.context)
+        assert (np.diff(found, axis=0) >= np.diff(bound, axis=0)).all()
+        assert (found[1:, 1:] - found[1:, :1] > bound[1:, 1:] - bound[1:, :1]).all()
+        prompt = roofline.prefill_attention(gpu, model, False, 512)
+        assert prompt.share_s[-1] > least.pair_s * bounds.causal_pairs(512.0, least.limit)
+    for rows in (1, 8192):
+        assert roofline.gemm_s(gpu, 4096, 4096, rows) > bounds.linear_s(
+            gpu, 4096, 4096, rows, "bfloat16"
+        )
+    for time_of in (roofline.all_reduce_s, roofline.all_gather_s):
+        sent = (2 if time_of is roofline.all_reduce_s else 1) * 1e9 / 2
+        assert time_of(gpu, 2, 1e9) > sent / gpu.peer_bandwidth(2)
 
 
 def test_no_table_of_the_users_beats_the_peaks():
