@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.steps.parts import MOE_KERNELS
 from eldr_sim.policies import registry
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, simulate
@@ -285,6 +287,18 @@ def test_eldr_sends_requests_to_the_group_of_their_cluster(placement):
         _, signature = cluster.inputs.signatures(rows)
         (band,) = policy.bands(signature[None])
         assert band == [requests["decode_worker"][i] // 4]
+
+
+def test_without_graphs_each_chunk_launches_its_moe_kernels_again():
+    """Steps that wait for the host do so longer by a multiple of a chunk's launches."""
+    common = {"enforce_eager": True, "all2all_backend": "pplx", "num_requests": 30}
+    steps = [
+        run(topology="2C", moe_dp_chunk_size=size, **common).record.decode_group_steps
+        for size in (64, 2)
+    ]
+    seconds = [float(np.median(own["end"] - own["start"])) for own in steps]
+    again_s = 48 * (MOE_KERNELS + 2) * load_gpu("H100").launch_s
+    assert 0.9 * again_s < seconds[1] - seconds[0] < 64 * again_s
 
 
 def test_colocated_engines_share_experts():
