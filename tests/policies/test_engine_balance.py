@@ -170,3 +170,17 @@ def test_kv_usage_up_to_a_half_weighs_nothing():
     assert build("vllm_dp_kv", 2).select(request(), workers) == 0
     fuller = view([0.51, 0.0], waiting=[100, 0], running=[0, 101])
     assert build("vllm_dp_kv", 2).select(request(), fuller) == 1
+
+
+def test_requests_that_the_report_knows_of_count_once():
+    """Three in flight, all of them running, against four that others have sent."""
+    workers = view([0.0, 0.0], waiting=[0, 0], running=[3, 4])
+    workers = workers._replace(loads=np.array([3, 0]))
+    assert build("vllm_dp_kv", 2).select(request(), workers) == 0
+
+
+def test_what_is_sent_waits_until_the_next_report_under_kv():
+    """One running against none: the second request finds the first one waiting."""
+    policy, workers = build("vllm_dp_kv", 2), view([0.0, 0.0], waiting=[0, 0], running=[0, 1])
+    assert [policy.select(request(), workers) for _ in range(2)] == [0, 1]
+    assert policy.select(request(), workers._replace(signals_s=0.1)) == 0

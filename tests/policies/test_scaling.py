@@ -97,6 +97,8 @@ def test_keda_takes_the_larger_and_counts_who_starts():
     assert wish(make("keda"), 0, view(2, waiting=0, running=65)) == 5
     assert wish(make("keda"), 0, view(2, waiting=7, starting=4)) == 6  # 7 less those that start
     assert wish(make("keda"), 0, view(2, waiting=12, starting=4)) == 8
+    # Those that start are not taken for fewer wishes, either when the first wish is forgotten.
+    assert wish(make("keda"), 400, view(2, waiting=7, starting=4)) == 6
     rule = make("keda")
     assert wish(rule, 0, view(6, running=96)) == 6
     assert wish(rule, 290, view(6)) == 6
@@ -113,6 +115,7 @@ def test_knative_panics_and_never_goes_down_then():
         n = wish(rule, at, view(2, running=60, starting=n - 2))
         seen.append(n)
     assert max(seen) == seen[-1] == 6
+    assert seen[2] == 6  # the short window is a tenth, three looks
     assert rule.in_panic_window("decode", 72)
     for at in range(72, 120, 2):  # nobody is left, and it stays in panic
         assert wish(rule, at, view(6)) == 6
