@@ -267,3 +267,29 @@ def test_a_switch_is_no_number(fields):
     """YAML reads ``yes`` and ``on`` as switches: a 1 that nobody meant."""
     with pytest.raises(InputError, match=r"(true|false) \(allowed: a number\)"):
         make_config(fields)
+
+
+#: What another value of an option does is nothing that is simulated: an embedding service, a CPU.
+OTHER_SERVICES = [
+    f"vllm serve {MODEL} --runner pooling",
+    f"vllm serve {MODEL} --task embed",
+    f"vllm serve {MODEL} --convert classify",
+    f"vllm serve {MODEL} --device cpu",
+    f"vllm serve {MODEL} --preemption-mode swap",
+    f"python -m sglang.launch_server --model-path {MODEL} --is-embedding",
+    f"python -m sglang.launch_server --model-path {MODEL} --device npu",
+    f"trtllm-serve {MODEL} --backend tensorrt",
+]
+
+
+@on_each("line", OTHER_SERVICES)
+def test_lines_of_other_services_are_refused(line):
+    with pytest.raises(InputError, match="is not simulated"):
+        read(line)
+
+
+def test_usual_values_of_these_options_have_no_effect():
+    told = read(f"vllm serve {MODEL} --runner generate --device cuda --task auto")[1]
+    assert "without effect on the answer: device, runner, task" in told
+    told = read(f"python -m sglang.launch_server --model-path {MODEL} --skip-tokenizer-init")[1]
+    assert "may change the answer: skip_tokenizer_init" in told  # API servers take time

@@ -56,6 +56,13 @@ _REFUSED = {
     "prefill_context_parallel_size": _CONTEXT, "dcp_size": _CONTEXT, "attn_cp_size": _CONTEXT,
     "attention_context_parallel_size": _CONTEXT,
     "hf_overrides": _MODEL, "json_model_override_args": _MODEL,
+    "is_embedding": "a line that generates tokens",
+}  # fmt: skip
+#: The values of options for which engines do what is simulated here.
+_SIMULATED = {
+    "runner": ("auto", "generate", "draft"), "task": ("auto", "generate"),
+    "convert": ("auto", "none"), "device": ("auto", "cuda", "rocm"), "backend": ("pytorch",),
+    "preemption_mode": ("recompute",),
 }  # fmt: skip
 #: Words of options that act only beside one that is refused, or that asks for a KV tier.
 _BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_")
@@ -98,9 +105,11 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
             return True
         option = name.replace("_", "-")
         raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
-    if name == "preemption_mode" and value != "recompute":
-        problem = f"--preemption-mode {value} is not simulated"
-        raise InputError("engine_args", problem, "recompute, as vLLM does since 0.8")
+    if name in _SIMULATED:
+        if value not in _SIMULATED[name]:
+            problem = f"--{name.replace('_', '-')} {value} is not simulated"
+            raise InputError("engine_args", problem, " or ".join(_SIMULATED[name]))
+        return True
     if name == "stream_interval":
         return str(value) == "1"  # the default; more tokens at once are not simulated
     if name == "dtype":
