@@ -24,6 +24,7 @@ KNOWN: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "bailian": ("timestamp", "s", "input_length", "output_length", {"parent_chat_id": -1}),
     "mooncake": ("timestamp", "ms", "input_length", "output_length", {}),
     "dynamo replay": ("arrival_time_ms", "ms", "input_length", "output_length", {}),
+    "splitwise": ("arrival_timestamp", "s", "prompt_size", "token_size", {"batch_size": 1}),
     "vidur": ("arrived_at", "s", "num_prefill_tokens", "num_decode_tokens", {}),
     "llmservingsim": ("arrival_time_ns", "ns", "input_toks", "output_toks", {}),
     "tracev2": ("arrival_time_us", "us", "input_tokens", "output_tokens", {"status": "ok"}),
@@ -31,7 +32,7 @@ KNOWN: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "langfuse": ("startTime", "date", "promptTokens", "completionTokens", {"model": "m"}),
 }
 #: Formats whose time has a unit by custom alone.
-BY_CUSTOM = ("burstgpt", "bailian", "mooncake")
+BY_CUSTOM = ("burstgpt", "bailian", "mooncake", "splitwise")
 _TIMES = ("timestamp", "ts", "start_time", "created_at", "arrival_time", "sent", "Request Time",
           "arrival", "time")  # fmt: skip
 _LENGTHS = (

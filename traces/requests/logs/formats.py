@@ -73,6 +73,25 @@ FORMATS: tuple[LogFormat, ...] = (
                  "output": ("output_length",), "session": ("session_id",), "model": _MODEL},
     ),
     LogFormat(
+        "splitwise", "Splitwise's traces (CSV); times are seconds",
+        "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,"
+        "token_size\n0,2,0,1,1,4096,32",
+        needs=("arrival_timestamp", "prompt_size", "token_size"),
+        columns={"time_s": ("arrival_timestamp",), "input": ("prompt_size",),
+                 "output": ("token_size",)},
+        ambiguous="arrival_timestamp",
+    ),
+    LogFormat(
+        "bedrock", "Amazon Bedrock's logs of model invocations (JSON lines)",
+        '{"schemaType": "ModelInvocationLog", "timestamp": "2026-01-01T00:00:03Z", "modelId": "m", '
+        '"input": {"inputTokenCount": 261}, "output": {"outputTokenCount": 222}}',
+        needs=("timestamp", "input.inputTokenCount", "output.outputTokenCount"),
+        columns={"time": ("timestamp",), "input": ("input.inputTokenCount",),
+                 "output": ("output.outputTokenCount",), "model": ("modelId",),
+                 "status": ("errorCode",)},
+        succeeded=(None, ""),
+    ),
+    LogFormat(
         "mooncake", "Mooncake's traces, Dynamo's, AIPerf's mooncake_trace and vLLM's timed_trace "
         "(JSON lines); times are milliseconds (timed_trace may have others: --time-unit); only "
         "input_length or text_input is needed",
@@ -282,11 +301,40 @@ FORMATS: tuple[LogFormat, ...] = (
         '"results_number_input_tokens_mean": 907.0}',
         use="", way="the individual_responses.json next to it",
     ),
+    LogFormat(
+        "access log", "Access logs of Envoy, Istio or nginx (text, JSON lines): times, no tokens",
+        '[2026-01-01T00:00:00.067Z] "POST /v1/completions HTTP/1.1" 200 - 1200 3000 900',
+        use="", way="requests a minute as --load, with --input-len and --output-len",
+    ),
+    LogFormat(
+        "engine log", "What vLLM or SGLang print as they serve: no lengths of answers",
+        "INFO 01-01 00:00:00 [logger.py:43] Received request cmpl-0: prompt: 'x', params: ...",
+        use="", way="the log of a gateway or a benchmark, with the tokens of each request",
+    ),
+    LogFormat(
+        "opentelemetry", "OpenTelemetry's spans (OTLP, JSON)",
+        '{"resourceSpans": [{"scopeSpans": [{"spans": [{"startTimeUnixNano": "1", "attributes": '
+        '[{"key": "gen_ai.usage.input_tokens", "value": {"intValue": "261"}}]}]}]}]}',
+        use="", way="a table of startTimeUnixNano, gen_ai.usage.input_tokens and "
+        "gen_ai.usage.output_tokens with --columns time_ns=...,input=...,output=...",
+    ),
+    LogFormat(
+        "freeinference", "FreeInference's sessions of agents (JSON, Parquet): a row a session",
+        '{"session_id": "a", "start_ms": 1, "requests": [{"start_ms": 1, "provider_tokens": '
+        '{"prompt": 261, "completion": 22}}]}',
+        use="", way="a row a request with --columns time_ms=start_ms,"
+        "input=provider_tokens.prompt,output=provider_tokens.completion,session=session_id",
+    ),
 )  # fmt: skip
 
 
 #: First line of such a configuration: the heading of a section.
 _SECTION = re.compile("(?:load|api|data|server|storage|report|metrics|tokenizer|circuit_breakers):")
+#: A line of a text log, of an access log and of an engine.
+_ACCESS = re.compile(r'"(?:GET|POST) \S+ HTTP/[\d.]+"')
+_ENGINE = re.compile(
+    r"(?:\(\w+ pid=\d+\) )?(?:INFO|WARNING|DEBUG|ERROR) \d\d-\d\d \d\d:|\[[\d\- :]{19}[^\]]*\] \w"
+)
 
 
 def table_format(names: Iterable[str]) -> LogFormat | None:
@@ -324,8 +372,18 @@ def refused_format(text: str, record: Any) -> LogFormat | None:
         return named_format("aiperf summary")
     if _SECTION.fullmatch(text.rstrip()):
         return named_format("inference-perf config")
+    if _ACCESS.search(text):
+        return named_format("access log")
+    if _ENGINE.match(text):
+        return named_format("engine log")
     if not isinstance(record, Mapping):
         return None
+    if "response_flags" in record or {"path", "response_code"} <= record.keys():
+        return named_format("access log")
+    if "resourceSpans" in record or "scopeSpans" in record:
+        return named_format("opentelemetry")
+    if _first_has(record.get("requests"), "provider_tokens"):
+        return named_format("freeinference")
     if _first_has(record.get("experiments"), "experiment", "requests"):
         return named_format("genai-perf")
     if _first_has(record.get("data"), "payload", "payloads"):

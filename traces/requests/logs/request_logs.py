@@ -239,12 +239,16 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
         following = None if record is None else next(filter(str.strip, lines), None)
         if record is None:  # one document over many lines?
             record = _json(first + lines.read())
+            if record is None and (refused := refused_format(first, None)) is not None:
+                raise _refusal(file, refused)
             if record is None:
                 problem = f"got {first.strip()!r:.80}"
                 raise InputError(f"{file} line 1", problem, "JSON lines, or one JSON document")
         rest = [] if following is None else [following]
         if following is None:
             return _document(file, asked, record)
+        if (refused := refused_format("", record)) is not None:
+            raise _refusal(file, refused)
         if benchmark_logs.is_vllm_result(record):
             raise InputError(str(file), "holds more than one result", "one result a file")
         others = map(_json, chain(rest, filter(str.strip, lines)))
