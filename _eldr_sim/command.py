@@ -16,6 +16,8 @@ from eldr_sim.errors import EldrSimWarning, InputError, StalledError
 from eldr_sim.outputs import forget_written, written
 
 _tracebacks = False
+#: Ctrl-C and SIGTERM so far: C code that calls Python back loses what its handler raises.
+_stops: list[KeyboardInterrupt] = []
 #: Paths that a command names when it ends early.
 _MOST_WRITTEN = 4
 
@@ -40,7 +42,9 @@ def run_command(command: click.Command) -> None:
         if getattr(sys, name) is None:  # as it is where a shell has closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _stop)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _stop)
 
     def show_ours(
         message: Warning | str,
@@ -68,11 +72,7 @@ def run_command(command: click.Command) -> None:
         click.echo(f"{usage}{error_is}{' '.join(message.split())}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stopped:
-        cause = stopped.__cause__ or stopped  # click makes it Abort
-        terminated = isinstance(cause, _Terminated)
-        said = " ".join(_left(cause)) or "nothing was written."
-        click.echo(f"{'Terminated' if terminated else 'Interrupted'}: {said}", err=True)
-        sys.exit(143 if terminated else 130)
+        _end(stopped.__cause__ or stopped)  # click makes it Abort
     except (InputError, OSError, MemoryError, RecursionError, OverflowError) as error:
         if _tracebacks:
             traceback.print_exc()
@@ -81,12 +81,26 @@ def run_command(command: click.Command) -> None:
         if _tracebacks:
             traceback.print_exc()
         _fail(str(error), 1)
+    except Exception as error:
+        if not _stops:
+            raise
+        _stops[-1].__cause__ = error
+        _end(_stops[-1])
     finally:
         warnings.showwarning = show
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Terminated
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    _stops.append(_Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+    sys.unraisablehook = lambda lost: None  # the command's last line says it
+    raise _stops[-1]
+
+
+def _end(stopped: BaseException) -> NoReturn:
+    terminated = isinstance(stopped, _Terminated)
+    said = " ".join(_left(stopped)) or "nothing was written."
+    click.echo(f"{'Terminated' if terminated else 'Interrupted'}: {said}", err=True)
+    sys.exit(143 if terminated else 130)
 
 
 def _left(error: BaseException) -> list[str]:

@@ -241,3 +241,26 @@ def test_what_is_left_is_said(place, run_cli, monkeypatch, command, how):
             assert run_cli(*words, *more)[0] == 0
         emptied(place, before)
     assert moments
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 143, "Terminated"), (signal.SIGINT, 130, "Interrupted")],
+)
+def test_a_signal_in_a_callback_of_c_code_is_no_traceback(number, code, said):
+    """Where numba compiles: ctypes drops what the handler raises, and an error follows."""
+    program = (
+        "import click, ctypes, os, time\n"
+        "from eldr_sim.command import run_command\n"
+        "@ctypes.CFUNCTYPE(None)\n"
+        "def back():\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(1)\n"
+        "@click.command()\n"
+        "def compiling():\n"
+        "    back()\n"
+        "    raise RuntimeError('no compiled object')\n"
+        "run_command(compiling)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (code, f"{said}: nothing was written.\n")

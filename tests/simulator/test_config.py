@@ -279,3 +279,22 @@ def test_a_group_is_a_configuration_of_its_own():
     config = make_config({})
     for title, group in GROUPS.items():
         assert isinstance(getattr(config, title), group)
+
+
+@on_each(
+    "text, way",
+    [
+        ("config: {seed: 1}\nsweep: {type: grid, parameters: {seed: [1]}}", "eldr-sim sweep"),
+        ("title: a\nbase: {}\nfigures: {}", "eldr-sim study run"),
+        ("apiVersion: v1\nkind: Deployment", "--from-manifest"),
+        ("services: {vllm: {image: vllm/vllm-openai}}", "--from-manifest"),
+        ("architectures: [Qwen3ForCausalLM]\nhidden_size: 8", "--model"),
+        ("load: {type: constant, stages: [{rate: 4, duration: 9}]}", "--request-rate"),
+    ],
+)
+def test_a_file_that_is_no_configuration_leads_to_its_place(text, way, tmp_path):
+    """A sweep's base ran in silence, the others met an unknown field."""
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_config(tmp_path / "a.yaml")
+    assert way in refused.value.allowed

@@ -50,6 +50,7 @@ from eldr_sim.simulator.setup.config.pools import (
 )
 from eldr_sim.simulator.setup.config.requests import WORKLOADS, RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.spellings import meant
+from eldr_sim.traces.requests.logs.formats import named_format
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 
 __all__ = [
@@ -382,6 +383,15 @@ def get_field(config: RunConfig, path: str) -> Any:
     return values
 
 
+#: Files that are no configuration of a run: names on their top level, and where they belong.
+_OTHER_FILES = (
+    ({"sweep"}, "a sweep", "eldr-sim sweep FILE"),
+    ({"figures"}, "a study", "eldr-sim study run FILE"),
+    ({"apiVersion", "services", "servingEngineSpec", "modelArtifacts"}, "a deployment",
+     "eldr-sim run --from-manifest FILE"),
+    ({"architectures", "model_type"}, "a model's config.json", "--model FILE"),
+)  # fmt: skip
+
 #: pydantic names the branches of a union in the location of an error; users know none of them.
 _UNION_TAG = re.compile(r"constrained-|function-|literal\[")
 
@@ -394,6 +404,12 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError("config", f"{path} does not hold a mapping", "field: value lines")
+    for names, what, instead in _OTHER_FILES:
+        if names & values.keys():
+            raise InputError("config", f"{path} is {what}", instead)
+    if isinstance(values.get("load"), dict):
+        other = named_format("inference-perf config")
+        raise InputError("config", f"{path} is {other.about}", other.way)
     # A result's config.json keeps the fields under "config", beside checksums and versions.
     nested = values.get("config")
     if not isinstance(nested, dict):
