@@ -282,3 +282,43 @@ def test_requests_of_inference_perf_are_measured_again(tmp_path):
     assert found.figures["mean_tpot_ms"] == pytest.approx(50.0)
     assert found.figures["p99_e2el_ms"] == pytest.approx(1000.0)
     assert (found.arrivals_s, found.sent) == ((10.0, 11.0, 12.0, 13.0), 5)
+
+
+@pytest.mark.parametrize(("unit", "ms"), [("ms", 12.0), ("s", 12e3), ("us", 12e3), ("ns", 12e6)])
+def test_aiperfs_times_are_in_the_unit_that_it_states(tmp_path, unit, ms):
+    """The same number in another unit was read as milliseconds."""
+    factor = {"ms": 1.0, "s": 1e3, "us": 1e-3, "ns": 1e-6}[unit]
+    path = tmp_path / "aiperf.json"
+    result = {
+        "time_to_first_token": {"unit": unit, "avg": ms / factor},
+        "benchmark_duration": {"unit": "sec", "avg": 30.0},
+        "input_config": {"loadgen": {"concurrency": 4}}, "request_count": {"avg": 20},
+        "input_sequence_length": {"avg": 99.6}, "output_sequence_length": {"avg": 10.0},
+    }  # fmt: skip
+    path.write_text(json.dumps(result))
+    figures = read_bench(path).figures
+    assert figures == pytest.approx({"mean_ttft_ms": ms, "duration": 30.0})
+    result["time_to_first_token"]["unit"] = "fortnights"
+    path.write_text(json.dumps(result))
+    with pytest.raises(InputError, match="time_to_first_token in fortnights"):
+        read_bench(path)
+
+
+@pytest.mark.parametrize("text", ["{}\n{}\n", "[{}, {}]"])
+def test_results_of_several_runs_in_a_file_are_several(tmp_path, text):
+    """SGLang's bench_serving appends a line per run; scripts collect arrays."""
+    path = tmp_path / "results.json"
+    results = [json.dumps(RESULT | {"max_concurrency": most}) for most in (2, 4)]
+    path.write_text(text.replace("{}", "%s") % tuple(results))
+    found = read_benches(path)
+    assert [each.load["max_concurrency"] for each in found] == [2, 4]
+    assert len({each.name for each in found}) == 2
+
+
+def test_what_a_result_lacks_or_contradicts_is_named(result_file):
+    with pytest.raises(InputError, match="input_lens of 2 requests, output_lens of 1"):
+        read_bench(result_file(input_lens=[10, 20], output_lens=[3]))
+    path = result_file()
+    path.write_text(json.dumps({k: v for k, v in RESULT.items() if not k.startswith("total")}))
+    with pytest.raises(InputError, match="lacks total_input_tokens"):
+        read_bench(path)

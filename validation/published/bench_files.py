@@ -8,7 +8,7 @@ inference-perf (``per_request_lifecycle_metrics.json``)."""
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ _THROUGHPUT = {
     "benchmark_duration": "duration",
 }
 _AIPERF_STATISTICS = {"avg": "mean", "p50": "median", "p90": "p90", "p99": "p99"}
+_UNIT_MS = {"ms": 1.0, "s": 1e3, "sec": 1e3, "us": 1e-3, "µs": 1e-3, "ns": 1e-6}
 #: GuideLLM's names of metrics, and what makes milliseconds of them.
 _GUIDELLM = {
     "time_to_first_token_ms": ("ttft", 1.0),
@@ -89,10 +90,17 @@ _LEAST_MS = {f"{s}_{m}_ms": ms for s in _STATISTICS for m, ms in (("tpot", 0.1),
 
 def read_bench(path: Path) -> list[Bench]:
     """Read a benchmark's result, of a sweep several; raises InputError if it is none."""
+    text = read_text(path, "bench")
     try:
-        found = json.loads(read_text(path, "bench"))
+        found = json.loads(text)
     except ValueError:
-        raise InputError("bench", f"{path} is not JSON", "a result of vllm bench serve") from None
+        try:  # SGLang's bench_serving appends a line per run
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError:
+            found = []
+        if not found:
+            allowed = "a result of vllm bench serve"
+            raise InputError("bench", f"{path} is not JSON", allowed) from None
     benches = _benches(path, found)
     for bench in benches:
         _check_figures(path, bench.figures)
@@ -112,7 +120,12 @@ def _check_figures(path: Path, figures: Mapping[str, float]) -> None:
 def _benches(path: Path, found: Any) -> list[Bench]:
     try:
         if isinstance(found, list):
-            return [_lifecycle(path, found)]
+            if not found or not all(isinstance(r, dict) and "mean_ttft_ms" in r for r in found):
+                return [_lifecycle(path, found)]
+            return [
+                replace(_vllm(path, each), name=f"{path.name}, result {number}")
+                for number, each in enumerate(found, 1)
+            ]
         if isinstance(found, dict) and any(name in found for name in _AIPERF):
             return [_aiperf(path.name, found)]
         if (refused := refused_format("", found)) is not None:
@@ -124,6 +137,8 @@ def _benches(path: Path, found: Any) -> list[Bench]:
         raise
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         problem = f"{path} is not read: {type(error).__name__}: {error}"
+        if isinstance(error, KeyError):
+            problem = f"{path} lacks {error.args[0]}"
         raise InputError("bench", problem, "numbers, as its benchmark writes them") from None
 
 
@@ -143,7 +158,10 @@ def _vllm(path: Path, found: Any) -> Bench:
     if found.get("burstiness") and not math.isinf(float(rate or "inf")):
         load["burstiness"] = float(found["burstiness"])
     prompts, outputs = found.get("input_lens") or [], found.get("output_lens") or []
-    lengths = tuple((int(a), int(b)) for a, b in zip(prompts, outputs, strict=False) if b)
+    if len(prompts) != len(outputs):
+        problem = f"{path}: input_lens of {len(prompts)} requests, output_lens of {len(outputs)}"
+        raise InputError("bench", problem, "as many, or neither")
+    lengths = tuple((int(a), int(b)) for a, b in zip(prompts, outputs, strict=True) if b)
     notes: tuple[str, ...] = ()
     if not lengths:
         means = [float(found[f"total_{kind}_tokens"]) / n for kind in ("input", "output")]
@@ -188,7 +206,7 @@ def _waves(load: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     figures = {
-        f"{of}_{ours}_ms": float(found[theirs][statistic])
+        f"{of}_{ours}_ms": _ms_of(name, theirs, found[theirs]) * float(found[theirs][statistic])
         for theirs, ours in _AIPERF.items()
         for statistic, of in _AIPERF_STATISTICS.items()
         if theirs in found and found[theirs].get(statistic) is not None
@@ -211,6 +229,8 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     for theirs, ours in _THROUGHPUT.items():
         if isinstance(found.get(theirs), Mapping) and (found[theirs].get("avg") or 0) > 0:
             figures[ours] = float(found[theirs]["avg"])
+            if ours == "duration":
+                figures[ours] *= _ms_of(name, theirs, {"unit": "s"} | found[theirs]) / 1e3
     spread = [found[f"{kind}_sequence_length"].get("std") for kind in ("input", "output")]
     lengths: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
@@ -224,6 +244,14 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     sent = load["num_requests"] + int((failed or {}).get("avg") or 0)
     model = _aiperf_model(found.get("input_config", {}))
     return Bench(name, figures, load, lengths, (), model, "", sent, notes)
+
+
+def _ms_of(name: str, metric: str, known: Mapping[str, Any]) -> float:
+    """Return the milliseconds of a metric's unit; aiperf writes it beside the statistics."""
+    unit = str(known.get("unit") or "ms")
+    if unit not in _UNIT_MS:
+        raise InputError("bench", f"{name}: {metric} in {unit}", ", ".join(_UNIT_MS))
+    return _UNIT_MS[unit]
 
 
 def _normal_lengths(found: Mapping[str, Any], n: int) -> tuple[tuple[int, int], ...]:
