@@ -2,6 +2,7 @@
 
 import os
 import re
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -120,8 +121,10 @@ class _Name(NamedTuple):
     memory: int  #: gigabytes; 0 where it says none
 
 
-_VENDORS = r"nvidia|amd|instinct|tesla|geforce|workstation|server|edition|blackwell|tensorcore|gpu"
-_FORMS = r"sxm\d?|oam|hbm\d?e?|gddr\d?x?|ac|nvl\d+"
+_VENDORS = (
+    r"nvidia|amd|instinct|tesla|geforce|workstation|server|edition|blackwell|tensorcore|gpu"
+)
+_FORMS = r"sxm\d?|oam|hbm\d?e?|gddr\d?x?|ac|nvl\d+|mega"
 
 
 def _read_name(text: str) -> _Name:
@@ -184,7 +187,11 @@ def load_gpu(name: str | os.PathLike[str]) -> GPU:
     if not path.is_file():
         near = [one for one in list_gpus() if _read_name(one).words == _read_name(str(name)).words]
         known = f"{', '.join(near or list_gpus())}, or the path of a gpu.json"
-        raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", known)
+        by_key = {_key(one): one for one in list_gpus()}
+        wanted = re.sub(r"^\d+x(?=[a-z])", "", _key(_read_name(str(name)).words))  # 8xH100
+        close = " or ".join(by_key[one] for one in get_close_matches(wanted, by_key))
+        hint = f": did you mean {close}?" if close else ""
+        raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}{hint}", known)
     try:
         return GPU.model_validate_json(read_text(path, "gpu"))
     except ValidationError as error:

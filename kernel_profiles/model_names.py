@@ -41,6 +41,11 @@ def plain(name: str) -> str:
     return _SAME.get(found, found)
 
 
+def says_bf16(name: str) -> bool:
+    """Whether a name asks for 16-bit weights, which is another model where they are quantized."""
+    return "bf16" in re.split(r"[-_\s:]+", name.lower())
+
+
 def matching(wanted: str, known: Mapping[str, Iterable[str]]) -> str | None:
     """Return the model that a name is of; None: none, or several. ``known``: the spellings of
     each; an exact one goes before one that is equal but for dates and training."""

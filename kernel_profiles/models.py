@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles import checkpoints
 from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
-from eldr_sim.kernel_profiles.model_names import matching, nearest
+from eldr_sim.kernel_profiles.model_names import matching, nearest, says_bf16
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
 
 KVDtype = Literal["bfloat16", "fp8"]
@@ -596,7 +596,9 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     # A file is a configuration, and so is a folder that has one, whatever they are called.
     on_disk = path.is_file() or (path / "config.json").is_file()
     if not on_disk and (known := matching(os.fspath(name), _spellings())) is not None:
-        return registry[known]
+        dims = registry[known]
+        if not says_bf16(os.fspath(name)) or {dims.expert_dtype, dims.linear_dtype} == {"bfloat16"}:
+            return dims
     if not on_disk and (checkpoint := _checkpoint(os.fspath(name))) is not None:
         return checkpoint
     path = path / "config.json" if path.is_dir() else path

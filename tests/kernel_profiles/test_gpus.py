@@ -120,7 +120,8 @@ def test_the_help_says_that_a_file_is_taken(run_cli):
         ("nvidia-h100-80gb", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA H100 NVL", "H100-NVL"),
-        ("nvidia-tesla-a100", "A100"),
+        ("nvidia-tesla-a100", "A100-40GB"),  # GKE's name, beside nvidia-a100-80gb
+        ("nvidia-h100-mega-80gb", "H100"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("A100 80GB PCIe", "A100-PCIe"),
@@ -139,6 +140,12 @@ def test_the_help_says_that_a_file_is_taken(run_cli):
 )
 def test_gpus_are_found_as_drivers_vendors_and_clouds_write_them(written, name):
     assert load_gpu(written).name == name
+
+
+@on_each("written, near", [("8xH100", "H100"), ("MI350X", "MI355X"), ("RTX 4091", "RTX 4090")])
+def test_an_unknown_gpu_suggests_the_nearest(written, near):
+    with pytest.raises(InputError, match=rf"did you mean .*{near}"):
+        load_gpu(written)
 
 
 @pytest.mark.parametrize("written", ["H100 64GB", "H200X", "A100 PCIe 20GB", "NVIDIA", ""])

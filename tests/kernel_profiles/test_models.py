@@ -263,7 +263,11 @@ def test_no_name_is_taken_for_another_model_s(name):
     assert (model.name, load_model(model.hf_id or name).name) == (name, name)
 
 
-@pytest.mark.parametrize("written", ["Qwen/Qwen3-32B-AWQ", "Qwen3-30B", "DeepSeek-V3-INT8"])
+@on_each(
+    "written",
+    ["Qwen/Qwen3-32B-AWQ", "Qwen3-30B", "DeepSeek-V3-INT8", "unsloth/gpt-oss-120b-BF16",
+     "unsloth/DeepSeek-R1-BF16"],
+)  # fmt: skip
 def test_precisions_and_sizes_are_never_dropped(written):
     with pytest.raises(InputError, match="did you mean"):
         load_model(written)
