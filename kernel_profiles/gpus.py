@@ -121,9 +121,7 @@ class _Name(NamedTuple):
     memory: int  #: gigabytes; 0 where it says none
 
 
-_VENDORS = (
-    r"nvidia|amd|instinct|tesla|geforce|workstation|server|edition|blackwell|tensorcore|gpu"
-)
+_VENDORS = r"nvidia|amd|instinct|tesla|geforce|workstation|server|edition|blackwell|tensorcore|gpu"
 _FORMS = r"sxm\d?|oam|hbm\d?e?|gddr\d?x?|ac|nvl\d+|mega"
 
 
