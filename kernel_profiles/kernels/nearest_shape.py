@@ -49,11 +49,11 @@ def nearest_moe(
     for table in shipped_tables():
         if table.kind != "moe" or table.gpu != gpu or table.metadata.dtype != dtype:
             continue
-        far, whose = _distance(shape, table.metadata.shape), table.metadata.framework.split()[0]
+        far, name = _distance(shape, table.metadata.shape), table.metadata.framework.split()[0]
         if far <= _FARTHEST and table.metadata.provenance in ("measured", "imported"):
             source = table.metadata.kernel_source
             triton = dtype != "bfloat16" or ("trtllm" not in source and "cutlass" not in source)
-            own = 2 * (whose == engine.name) + (whose == "vllm")
+            own = 2 * (name == engine.name) + (name == "vllm")
             found.append(((triton, own, -far, rank(table, engine)), table))
     if not found:
         return None

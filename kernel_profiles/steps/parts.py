@@ -67,8 +67,6 @@ LINEAR_KERNELS = 14
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
 norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
 
-_ATTENTION: tuple[format.Kind, format.Kind] = ("attention_decode", "attention_prefill")
-
 
 def _attending_to_all(model: ModelDims) -> ModelDims:
     """The same model without sparse attention: its layers that have none."""
@@ -501,11 +499,13 @@ class Parts:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
         def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
-            found = [self._table(kind, self.model, shape=of, dtype=dtype) for kind in _ATTENTION]
+            found = [
+                self._table(kind, self.model, shape=of, dtype=dtype) for kind in format.ATTENTION
+            ]
             if not format.has_projections(of) or found[1] is None:
                 return found
             # A decode module with other projections: the attention in it is the same.
-            other = found[0] or self._table(_ATTENTION[0], self.model, shape=of)
+            other = found[0] or self._table(format.ATTENTION[0], self.model, shape=of)
             if found[0] is None and other is not None:
                 of_others = f"{other.metadata.origin}, with {other.metadata.dtype} projections"
                 other = other.saying(provenance="derived", origin=of_others)

@@ -119,6 +119,10 @@ def weakest(labels: Iterable[str]) -> Provenance:
     return PROVENANCES[max(ranks)]
 
 
+#: Kinds of table that a layer of attention has.
+ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
+
+
 def provenance_of(label: str, origin: str, kernel_source: str = "", **more: Any) -> dict[str, Any]:
     """Return what results say of where a time comes from."""
     return {"label": label, "origin": origin, "kernel_source": kernel_source} | more

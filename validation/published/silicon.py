@@ -33,7 +33,13 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.steps.parts import bytes_alone
-from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
+from eldr_sim.kernel_profiles.tables.format import (
+    ATTENTION,
+    LatencyTable,
+    attention_shapes,
+    table_name,
+)
+from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
 from eldr_sim.simulator.setup.config.engine_rules import HOST_WAIT_MS, default_fields
@@ -365,12 +371,14 @@ def case_tables(
                 gpu, model, parallelism, target.backend, script.moe_runner, moe_kernel
             )
             found += need("MoE", gpu, size, [] if table is None else [table])
-            attention = list(attention_tables(gpu, shard, target.backend))
-            attention = attention or list(attention_tables(gpu, shard))
-            found += need("attention", gpu, size, attention)
+            if not _ships(gpu, shard):
+                attention = list(attention_tables(gpu, shard, target.backend))
+                attention = attention or list(attention_tables(gpu, shard))
+                found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
         elif target.backend != "vllm":  # whose dense kernels ship
-            found += attention_tables(gpu, shard, target.backend)
+            if not _ships(gpu, shard):
+                found += attention_tables(gpu, shard, target.backend)
             # TensorRT-LLM's NVFP4 rows take 1.7 times what vLLM's and SGLang's do: not used.
             for dtype in sorted({model.linear_dtype, "bfloat16"} - {"nvfp4"}):
                 found += gemm_tables(gpu, dtype, target.backend)
@@ -379,6 +387,15 @@ def case_tables(
     for table in found:
         table.save(folder / table_name(table.metadata))
     return folder if found else None
+
+
+def _ships(gpu: str, shard: ModelDims) -> bool:
+    """Return whether tables of a part's MLA ship: those that a run takes, the newest."""
+    return shard.attention == "mla" and all(
+        find_table(kind, gpu, shape=shape) is not None
+        for _, _, shape in attention_shapes(shard)
+        for kind in ATTENTION
+    )
 
 
 def _moe_table(
