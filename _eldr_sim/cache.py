@@ -43,7 +43,7 @@ _OURS = {
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }
 _DEFAULT_LIMIT = 1 << 30
-_ABANDONED_S = 3600.0  # nothing writes to a file for so long without a pause
+_ABANDONED_S = 3600.0  # no write to a file pauses for this long
 _UNUSED_S = 7 * 24 * 3600.0  # compiled code of another version
 
 _warned = False
@@ -101,15 +101,15 @@ def files() -> list[CacheFile]:
 
 
 def _files(home: Path, part: str, within: str = "*") -> list[CacheFile]:
-    found = []
+    cached = []
     for pattern in _OURS[part]:
         for path in (home / part).glob(pattern.replace("*", within, 1)):
             if not path.parent.resolve().is_relative_to(home.resolve()):
                 continue  # behind a symbolic link: somebody else's
             with contextlib.suppress(OSError):  # another process may have removed it
                 facts = path.lstat()
-                found.append(CacheFile(path, part, facts.st_size, facts.st_mtime))
-    return found
+                cached.append(CacheFile(path, part, facts.st_size, facts.st_mtime))
+    return cached
 
 
 def distrusted(place: Path) -> str:

@@ -147,6 +147,8 @@ def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = 
     too. The figure grows until labels and cells have room."""
 
     def draw(figure: Any) -> None:
+        from matplotlib.colors import ListedColormap
+
         words = list(dict.fromkeys(r[value] for r in rows if isinstance(r[value], str)))
         n_columns, n_lines = (len({row[key] for row in rows}) for key in (x, y))
         width, height = figure.get_size_inches()
@@ -160,8 +162,11 @@ def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = 
                 grid[at] = words.index(row[value]) if words else row[value]
                 said = spell.format(row[value])
                 axes.text(at[1], at[0], said, ha="center", va="center", fontsize=SMALLEST)
-            ends = {"cmap": "tab10", "vmin": 0, "vmax": 9} if words else {"cmap": "coolwarm"}
-            cells = axes.imshow(grid, aspect="auto", **ends)
+            look: dict[str, Any] = {"cmap": "coolwarm"}
+            if words:
+                look = {"cmap": ListedColormap(PALETTE), "vmin": -0.5, "vmax": 7.5, "alpha": 0.5}
+                grid %= len(PALETTE)
+            cells = axes.imshow(grid, aspect="auto", **look)
             if not words:
                 figure.colorbar(cells, ax=axes).set_label(value, fontsize=SMALLEST)
             axes.set_xticks(range(len(columns)), columns, fontsize=SMALLEST)

@@ -62,25 +62,27 @@ def balance(
         max_model_len=max(2 * context, each), max_num_batched_tokens=each,
         parallelism=Parallelism(1, True, ranks),
     )  # fmt: skip
-    found = examine(read, step_time, ranks, tokens, context, redundant or None, prompts=prompts)
-    click.echo(f"{read.source}: {found.windows} windows of time")
-    _print_skew(found)
-    if not found.options:
+    examination = examine(
+        read, step_time, ranks, tokens, context, redundant or None, prompts=prompts
+    )
+    click.echo(f"{read.source}: {examination.windows} windows of time")
+    _print_skew(examination)
+    if not examination.options:
         click.echo(
             "What EPLB would change needs counts by expert, which these counters do not have"
         )
         return
     kind = "Prompt" if prompts else "Decode"
-    now = found.options[0].step_ms
+    now = examination.options[0].step_ms
     rows = [
         [each.name, str(each.redundant), f"{each.busiest:.2f}", f"{each.busiest_experts:.1f}",
          f"{each.moe_ms:.2f}", f"{each.step_ms:.2f}", f"{100 * (each.step_ms / now - 1):+.1f}%"]
-        for each in found.options
+        for each in examination.options
     ]  # fmt: skip
     columns = ["placement", "redundant", "busiest GPU's load / mean", "its experts", "MoE ms",
                "step ms", "change"]  # fmt: skip
     print_table(f"{kind} steps of {tokens} tokens on {ranks} {gpu}", columns, rows)
-    best = min(found.options, key=lambda each: each.step_ms)
+    best = min(examination.options, key=lambda each: each.step_ms)
     gain = 100 * (1 - best.step_ms / now)
     if gain < 1:
         click.echo("No placement shortens a step by 1% or more: leave EPLB off")
@@ -88,7 +90,7 @@ def balance(
         click.echo(f"Best: {best.name}, {best.redundant} redundant experts: {gain:.1f}% shorter")
     click.echo(
         "Steps are drawn from the loads, without dispatch and combine; placements are made for "
-        + ("the first half of the windows, judged on the second" if found.windows > 1
+        + ("the first half of the windows, judged on the second" if examination.windows > 1
            else "the same counts that judge them: give several windows to see what lasts")
         + f"; kernels: {step_time.label}"
     )  # fmt: skip

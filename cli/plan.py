@@ -393,13 +393,13 @@ def _list(text: str | None) -> list[str]:
 
 
 def _integers(field: str, text: str | None) -> list[int]:
-    found = []
+    integers = []
     for part in _list(text):
         try:
-            found.append(int(part))
+            integers.append(int(part))
         except ValueError:
             raise InputError(field, repr(part), "a whole number") from None
-    return found
+    return integers
 
 
 def _prices(text: str | None) -> dict[str, float]:

@@ -79,7 +79,7 @@ def profile(
     parts = PARTS if only is None else tuple(part.strip() for part in only.split(","))
     opened = open_device(options["device"], options["threads"])
     with progress_bar(f"Profiling {opened.facts['device']}") as update:
-        found = session.profile(
+        measured_profile = session.profile(
             targets,
             opened,
             out,
@@ -88,10 +88,10 @@ def profile(
             resume=options["resume"],
             progress=lambda share, _task: update(share),
         )
-    pictures = plot_profile(out, found.tables, found.summary) if plot else []
-    _report(found, time.monotonic() - start)
+    pictures = plot_profile(out, measured_profile.tables, measured_profile.summary) if plot else []
+    _report(measured_profile, time.monotonic() - start)
     gpu = out / "gpu.json" if (out / "gpu.json").exists() else opened.name
-    click.echo(f"Wrote {len(found.tables)} tables and {len(pictures)} pictures to {out}")
+    click.echo(f"Wrote {len(measured_profile.tables)} tables and {len(pictures)} pictures to {out}")
     click.echo(f"Use them: eldr-sim run --gpu {gpu} --tables {out} --model {models.split(',')[0]}")
 
 

@@ -155,15 +155,15 @@ def _compare(path: Path, runs: list[Any]) -> None:
     from eldr_sim.validation.published import freeze
     from eldr_sim.validation.published.runs_page import sizes
 
-    content, found = freeze.compare(path, runs)
+    content, compared = freeze.compare(path, runs)
     cells = [
         [each.name, each.metric, f"{each.measured:.4g}", f"{each.predicted:.4g}",
          f"{each.error:+.1f}"]
-        for each in found
+        for each in compared
     ]  # fmt: skip
     print_table("Frozen predictions", ["row", "figure", "measured", "predicted", "error, %"], cells)
-    for metric in dict.fromkeys(each.metric for each in found):
-        errors = [each.error for each in found if each.metric == metric]
+    for metric in dict.fromkeys(each.metric for each in compared):
+        errors = [each.error for each in compared if each.metric == metric]
         click.echo(f"{metric}: {sizes(errors)} % (median, 90th percentile, signed median) of "
                    f"{len(errors)} rows")  # fmt: skip
     click.echo(f"Frozen with eldr-sim {content['version']} on {content['date']}")

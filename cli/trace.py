@@ -414,21 +414,21 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     requests = make_requests(draw_texts((("en", 1.0),)), load)
     if not requests.prefix_block_tokens:
         raise InputError("log", f"{log.name} has no hash_ids", "a log with block hashes")
-    found, size = reuse_of(requests), load_model(model).kv_bytes_per_token
+    reuse, size = reuse_of(requests), load_model(model).kv_bytes_per_token
     rows = [
         [f"{millions:g}", f"{size * millions / 1e3:,.0f}", f"{100 * rate:.2f}",
          *(f"{100 * other:.2f}" for other in hit_rates(requests, blocks)),
-         f"{100 * rate / found.ideal_hit_rate:.0f}" if found.ideal_hit_rate else ""]
+         f"{100 * rate / reuse.ideal_hit_rate:.0f}" if reuse.ideal_hit_rate else ""]
         for millions in _MILLIONS
-        for blocks in [int(millions * 1e6 / found.block_tokens)]
-        for rate in [found.hit_rate(blocks)]
+        for blocks in [int(millions * 1e6 / reuse.block_tokens)]
+        for rate in [reuse.hit_rate(blocks)]
     ]  # fmt: skip
-    ideal = f"{100 * found.ideal_hit_rate:.2f}"
+    ideal = f"{100 * reuse.ideal_hit_rate:.2f}"
     rows.append(["without bounds", "", *[ideal] * 4, "100"])
     columns = ["cache (M tokens)", f"GB of {model}", "LRU (%)", "ARC (%)", "by session (%)",
                "Belady's bound (%)", "LRU of the ideal one (%)"]  # fmt: skip
     print_table("", columns, rows)
     click.echo(
-        f"{len(requests):,} requests, {found.n_tokens / len(requests):,.0f} prompt tokens on "
-        f"average; all begin with the same {100 * found.common_share:.2f}% of their tokens."
+        f"{len(requests):,} requests, {reuse.n_tokens / len(requests):,.0f} prompt tokens on "
+        f"average; all begin with the same {100 * reuse.common_share:.2f}% of their tokens."
     )

@@ -57,8 +57,8 @@ def read(path: str, n: int) -> Acceptance:
     ``..._accepted_tokens_per_pos`` of all engines, SGLang's ``spec_accept_length``, their mean), or
     JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: see `shipped`."""
     try:
-        found = _read(path, n)
-        known = all(0.0 <= b <= a <= 1.0 for a, b in pairwise((1.0, *found.rates)))
+        acceptance = _read(path, n)
+        known = all(0.0 <= b <= a <= 1.0 for a, b in pairwise((1.0, *acceptance.rates)))
     except InputError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -66,21 +66,23 @@ def read(path: str, n: int) -> Acceptance:
     if not known:
         allowed = "shares of accepted drafts that do not rise"
         raise InputError(_FIELD, f"{path} has no figures of acceptance", allowed)
-    return found
+    return acceptance
 
 
 def _read(path: str, n: int) -> Acceptance:
     text = read_text(path, _FIELD)
     entry: dict[str, Any] = {"name": path, "text": "measured", "source": "metrics endpoint"}
     if text.lstrip().startswith("{"):
-        found = parse_json(text, _FIELD)
-        found = found.get("speculative_decoding") or found
+        document = parse_json(text, _FIELD)
+        document = document.get("speculative_decoding") or document
         entry["source"] = "benchmark's result"
-        tokens, drafts = (found.get(f"spec_decode_{x}", 0) for x in ("draft_tokens", "num_drafts"))
-        rates = found.get("spec_decode_per_position_acceptance_rates") or found.get(
+        tokens, drafts = (
+            document.get(f"spec_decode_{x}", 0) for x in ("draft_tokens", "num_drafts")
+        )
+        rates = document.get("spec_decode_per_position_acceptance_rates") or document.get(
             "acceptance_rates"
         )
-        length = found.get("spec_decode_acceptance_length") or found.get("accept_length")
+        length = document.get("spec_decode_acceptance_length") or document.get("accept_length")
         k = tokens / drafts if tokens and drafts else n
     else:
         samples = [m.groups() for m in map(_SAMPLE.match, text.splitlines()) if m]

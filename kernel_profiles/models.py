@@ -122,7 +122,7 @@ class ModelDims(BaseModel):
     n_index_layers: int = 0  #: layers with an indexer, whose choice the others share; 0: every one
     index_pool: int = Field(default=1, ge=1)  #: tokens that share an index key (GLM-5.3-Flash)
     index_bits: Literal[8, 16] = 8  #: of a value of the index keys; FP8 has a scale beside them
-    #: Compressed attention (DeepSeek-V4): a cached entry stands for so many tokens, in so many
+    #: Compressed attention (DeepSeek-V4): a cached entry stands for this many tokens, in this many
     #: layers; queries of the layers that compress least choose entries by ``index_topk``, those of
     #: the others attend to all.
     compressed_layers: tuple[tuple[int, int], ...] = ()
@@ -333,23 +333,23 @@ class ModelDims(BaseModel):
         """Matrices that every token passes, but MoE gate, embedding and lm_head: what they are part
         of, how many layers have them, and those of one layer as vLLM fuses them, (out features n,
         in features k)."""
-        found: list[tuple[MatrixPart, int, list[tuple[int, int]]]] = [
+        shapes: list[tuple[MatrixPart, int, list[tuple[int, int]]]] = [
             ("attention", n, self.attention_linears(sliding)) for sliding, n in self.attention_kinds
         ]
-        found.append(("attention", self.n_indexers, self.index_linears))
+        shapes.append(("attention", self.n_indexers, self.index_linears))
         if self.n_linear_layers:
-            found.append(("state", self.n_linear_layers, self.linear_attention_linears))
+            shapes.append(("state", self.n_linear_layers, self.linear_attention_linears))
         hidden, up = self.hidden_size, self.mlp_matrices - 1
         for layers, width in (
             (self.n_moe_layers, self.shared_intermediate_size),
             (self.n_dense_layers, self.dense_intermediate_size),
         ):
             if width:
-                found.append(("mlp", layers, [(up * width, hidden), (hidden, width)]))
+                shapes.append(("mlp", layers, [(up * width, hidden), (hidden, width)]))
         if self.expert_hidden_size:
             latent = self.expert_hidden_size
-            found.append(("mlp", self.n_moe_layers, [(latent, hidden), (hidden, latent)]))
-        return [one for one in found if one[1]]
+            shapes.append(("mlp", self.n_moe_layers, [(latent, hidden), (hidden, latent)]))
+        return [one for one in shapes if one[1]]
 
     def _attention_params(self, sliding: bool) -> int:
         params = sum(n * k for n, k in self.attention_linears(sliding))

@@ -85,7 +85,7 @@ def _fits(model: ModelDims, gpu: GPU, layout: Parallelism) -> bool:
 
 def _known(provenance: dict[str, dict[str, Any]], engine: str) -> str:
     """Return the weakest word for the parts of a step: rows of another engine make it derived."""
-    found = set()
+    labels = set()
     for part in _PARTS:
         of = provenance.get(part)
         if of is None:
@@ -95,5 +95,5 @@ def _known(provenance: dict[str, dict[str, Any]], engine: str) -> str:
         own = str(of.get("framework", "")).startswith(("vllm", "sglang", "trtllm"))
         other = own and not str(of["framework"]).startswith(engine)
         weak = of["label"] in ("derived", "fitted") or other
-        found.add("derived" if weak else "measured")
-    return "derived" if "derived" in found else "measured" if found else "roofline"
+        labels.add("derived" if weak else "measured")
+    return "derived" if "derived" in labels else "measured" if labels else "roofline"

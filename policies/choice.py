@@ -35,13 +35,13 @@ def _built_in() -> dict[str, dict[str, str]]:
     attributes: dict[str, dict[str, str]] = {}
     places: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*/*.py")):
-        for found in _SAID.finditer(path.read_text(encoding="utf-8")):
-            if found[1]:
-                own = attributes[found[1]] = {}
-                above[found[1]] = found[2]
-                places[found[1]] = f"{path.parent.name}.{path.stem}:{found[1]}"
+        for match in _SAID.finditer(path.read_text(encoding="utf-8")):
+            if match[1]:
+                own = attributes[match[1]] = {}
+                above[match[1]] = match[2]
+                places[match[1]] = f"{path.parent.name}.{path.stem}:{match[1]}"
             else:
-                own[found[3]] = found[4]
+                own[match[3]] = match[4]
 
     def value_of(of: str, what: str) -> str | None:
         return (

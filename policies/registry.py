@@ -193,7 +193,7 @@ def _load(place: str, decision: str) -> type[Policy]:
 
 
 def _external(decision: str) -> dict[str, type[Policy]]:
-    found: dict[str, type[Policy]] = {}
+    policies: dict[str, type[Policy]] = {}
     for point in entry_points(group=GROUP):
         package = point.dist.name if point.dist is not None else "an unnamed package"
         origin = f"entry point {point.name!r} of {package}"
@@ -210,10 +210,10 @@ def _external(decision: str) -> dict[str, type[Policy]]:
             raise InputError(GROUP, f"{origin} takes the built-in name {policy.name!r}")
         if policy.decision != decision:
             continue
-        if policy.name in found:
+        if policy.name in policies:
             raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another package has")
-        found[policy.name] = guarded(policy, f"package {package}", FIELDS[decision])
-    return found
+        policies[policy.name] = guarded(policy, f"package {package}", FIELDS[decision])
+    return policies
 
 
 @lru_cache(maxsize=64)

@@ -41,15 +41,15 @@ def basis(
         for part, source in summary["provenance"].items()
         if part not in ("kv_transfer", "handover")  # with their presets below
     }
-    found = summaries.values()
-    rows |= {("Hand-over", *_split(str(s["handover"]))) for s in found if "handover" in s}
-    rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in found}
-    facts = trace_facts([summary["trace"] for summary in found])
+    runs = summaries.values()
+    rows |= {("Hand-over", *_split(str(s["handover"]))) for s in runs if "handover" in s}
+    rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in runs}
+    facts = trace_facts([summary["trace"] for summary in runs])
     facts += _merged({name: s.get("latency_notes", ()) for name, s in summaries.items()})
     bands = {n: [one_line(s["error_band"])] for n, s in summaries.items() if "error_band" in s}
     facts += _merged(bands)
     sources = table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows))
-    label = weakest([s["weakest_provenance"] for s in found])
+    label = weakest([s["weakest_provenance"] for s in runs])
     return Basis(warned, label, facts, sources)
 
 

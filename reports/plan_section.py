@@ -301,7 +301,7 @@ def shapes_table(document: Record) -> Table | None:
             figures = (each[key] for key in ("shape", "least_cost", "estimated_cost"))
             shape = [row["policy"], row["gpu"], *figures]
             rows.append([*shape, each["topology"] or "-", each["reason"]])
-    title = "Shapes of clusters in the order of the search; each must be cheaper than those before"
+    title = "Cluster shapes in search order; each must be cheaper than all before it"
     columns = ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"]
     return table(title, columns, rows) if rows else None
 

@@ -50,7 +50,7 @@ from eldr_sim.traces.workload import Workload
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
 Backend = Literal["compiled", "simpy", "vllm"]
-#: A run gives up when the measured requests have not ended after so many times its length.
+#: A run gives up when the measured requests have not ended after this many times its length.
 _TIME_LIMIT_FACTOR = 20.0
 
 

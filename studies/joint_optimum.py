@@ -90,10 +90,12 @@ def told(config: RunConfig) -> str:
 
 def answer_of(rows: Sequence[Row]) -> Row:
     """Return a line of the page: the base, each knob alone, all together, what each adds."""
-    found = {row["searched"]: row for row in rows}
-    base, every = found[BASE], found[ALL]
-    knobs = [name for name in found if name not in (BASE, ALL) and not name.startswith("all but")]
-    best, *others = sorted((found[name] for name in knobs), key=lambda row: -float(row["rate"]))
+    by_search = {row["searched"]: row for row in rows}
+    base, every = by_search[BASE], by_search[ALL]
+    knobs = [
+        name for name in by_search if name not in (BASE, ALL) and not name.startswith("all but")
+    ]
+    best, *others = sorted((by_search[name] for name in knobs), key=lambda row: -float(row["rate"]))
 
     def change(row: Row) -> str:
         low, high = float(row["change_low"]), float(row["change_high"])
@@ -102,7 +104,7 @@ def answer_of(rows: Sequence[Row]) -> Row:
     less = [
         f"{name} {100.0 * (float(row['rate']) / float(every['rate']) - 1.0):+.0f}"
         for name in knobs
-        if (row := found.get(f"all but {name}")) is not None
+        if (row := by_search.get(f"all but {name}")) is not None
     ]
     return {
         "question": base["question"],

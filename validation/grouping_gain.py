@@ -63,7 +63,7 @@ def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> G
     workers, batch = size or (fits[0] if fits else (0, 0))
     if not 0 < workers * batch <= trace.n_requests:
         return None
-    found: dict[str, list[tuple[float, float]]] = {"random": []}
+    gains: dict[str, list[tuple[float, float]]] = {"random": []}
     for draw in range(DRAWS):
         rng = stream(draw, "grouping gain")
         some = np.sort(rng.choice(trace.n_requests, workers * batch, replace=False))
@@ -72,7 +72,7 @@ def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> G
         orders = [rng.permutation(even) for _ in range(_RANDOM)]
         chance = [group_unions(flat, order, workers) / trace.n_layers for order in orders]
         mean = fmean(float(each.mean()) for each in chance)
-        found["random"].append((mean, fmean(float(u.max() / u.mean()) for u in chance)))
+        gains["random"].append((mean, fmean(float(u.max() / u.mean()) for u in chance)))
         groupings = {"oracle": oracle(flat, _clusters(1 - flat, workers, rng), workers)}
         if trace.has_prompts:
             counts = trace.prompt_counts(some)
@@ -85,8 +85,8 @@ def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> G
         for name, labels in groupings.items():
             unions = group_unions(flat, labels, workers) / trace.n_layers
             own = (1 - unions.mean() / mean, unions.max() / unions.mean())
-            found.setdefault(name, []).append(own)
-    means = {name: np.mean(each, axis=0).tolist() for name, each in found.items()}
+            gains.setdefault(name, []).append(own)
+    means = {name: np.mean(each, axis=0).tolist() for name, each in gains.items()}
     random, random_busiest = means.pop("random")
     savings = {name: Saving(*pair) for name, pair in means.items()}
     three = savings["oracle"], savings.get("signature"), savings.get("label")

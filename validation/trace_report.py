@@ -83,19 +83,19 @@ def _coactivation(trace: RoutingTrace) -> dict[str, list[float]]:
         return {}
     rng = stream(0, "trace inspect")
     neighbours = np.arange(trace.n_experts) * N_GROUPS // trace.n_experts
-    found: dict[str, list[float]] = {"neighbours": [], "affinity": []}
+    shares: dict[str, list[float]] = {"neighbours": [], "affinity": []}
     both = (affinity_of(coactivation(trace, requests)) for requests in (fitted, judged))
     for pairs, seen in zip(*both, strict=True):
         groups = equal_groups(pairs, N_GROUPS, 1, rng, resolution=0.0)
-        found["neighbours"].append(utilization(seen, neighbours))
-        found["affinity"].append(utilization(seen, groups))
-    return found
+        shares["neighbours"].append(utilization(seen, neighbours))
+        shares["affinity"].append(utilization(seen, groups))
+    return shares
 
 
 def _rho(trace: RoutingTrace) -> dict[str, float]:
-    found: dict[str, float] = {}
+    rho_by_name: dict[str, float] = {}
     if not trace.has_prompts:
-        return found
+        return rho_by_name
     for group, names in domain_groups(trace).items():
         shares = None if group != "all" else dict.fromkeys(names, 1.0)
         if any(not len(trace.requests_of([name], calibration=True)) for name in names):
@@ -106,8 +106,8 @@ def _rho(trace: RoutingTrace) -> dict[str, float]:
         counts = calibration.scores("count")
         features = transformed(counts, "count-idf", idf_weights(counts))
         rho = select_layers(features, calibration_pairs(calibration, seed=0), "all").rho
-        found[group] = float(rho[-1])
-    return found
+        rho_by_name[group] = float(rho[-1])
+    return rho_by_name
 
 
 def write_trace_report(

@@ -143,7 +143,7 @@ def _indexers(keys: Keys, n_layers: int) -> dict[str, Any]:
         if "shared" in types:
             fields["n_index_layers"] = types.count("full")
     elif pattern is not None or every != 1:
-        # vLLM's rule: layers up to the offset, and then each so many-th, choose by themselves.
+        # vLLM's rule: layers up to the offset, and then every n-th, choose by themselves.
         if pattern is not None:
             raise keys.refusal(f"index_topk_pattern {pattern!r:.40}", "indexer_types")
         own = sum(layer < offset or (layer - offset + 1) % every == 0 for layer in range(n_layers))

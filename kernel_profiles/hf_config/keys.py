@@ -139,13 +139,13 @@ class Keys:
     def per_layer(self, key: str, n_layers: int) -> list[Any] | None:
         """Return the values of a list with one a layer, None where there is none. Those of layers
         beyond the last are of multi-token prediction. Raises InputError: fewer than layers."""
-        found = self.get(key)
-        if found is None:
+        values = self.get(key)
+        if values is None:
             return None
-        if not isinstance(found, list | str) or len(found) < n_layers:
-            size = f" of {len(found)}" if isinstance(found, list | str) else f" {found!r:.40}"
+        if not isinstance(values, list | str) or len(values) < n_layers:
+            size = f" of {len(values)}" if isinstance(values, list | str) else f" {values!r:.40}"
             raise self.refusal(f"{key}{size} for {n_layers} layers")
-        return list(found[:n_layers])
+        return list(values[:n_layers])
 
     def refusal(self, problem: str, allowed: str = "") -> InputError:
         """Return the error for a configuration that is not supported."""

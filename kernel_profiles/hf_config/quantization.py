@@ -59,15 +59,15 @@ def stored_as(keys: Keys, layers: Layers, mlp: Part) -> dict[str, Any]:
         raise keys.refusal(f"expert_dtype {given!r:.40}", "fp4")
     if not quantization.values:
         return {}
-    found = _Stored(quantization, layers, "linear_attn_config" in keys).parts()
-    if given == "fp4" and found["experts"] in ("fp8", "fp8_block"):
-        found["experts"] = "mxfp4"
+    parts = _Stored(quantization, layers, "linear_attn_config" in keys).parts()
+    if given == "fp4" and parts["experts"] in ("fp8", "fp8_block"):
+        parts["experts"] = "mxfp4"
     fields = {
-        "expert_dtype": found["experts"] if "moe" in layers.mlps else "bfloat16",
-        "linear_dtype": found["attention"],
-        "mlp_dtype": found[mlp],
-        "state_dtype": found["state"] if "state" in layers.mixers else None,
-        "head_dtype": found["head"],
+        "expert_dtype": parts["experts"] if "moe" in layers.mlps else "bfloat16",
+        "linear_dtype": parts["attention"],
+        "mlp_dtype": parts[mlp],
+        "state_dtype": parts["state"] if "state" in layers.mixers else None,
+        "head_dtype": parts["head"],
     }
     for name in ("mlp_dtype", "state_dtype"):
         if fields[name] == fields["linear_dtype"]:
@@ -85,24 +85,26 @@ class _Stored(NamedTuple):
     def parts(self) -> dict[Part, str]:
         """Return how each part is stored."""
         every = dict.fromkeys(("attention", "state", "shared", "dense", "experts"), "bfloat16")
-        found: dict[Part, str] = every | {"head": "bfloat16"}  # type: ignore[assignment]
+        dtypes: dict[Part, str] = every | {"head": "bfloat16"}  # type: ignore[assignment]
         keys = self.keys
         whole = self._method()
         left = [str(one) for name in ("ignore", "modules_to_not_convert", "exclude_modules")
                 for one in keys.get(name, ())]  # fmt: skip
         listed = keys.get("quantized_layers", {})
         if whole == "mxfp4" and str(keys.get("quant_method")) == "mxfp4":
-            found["experts"] = whole  # as GPT-OSS: experts alone
+            dtypes["experts"] = whole  # as GPT-OSS: experts alone
         elif isinstance(whole, str) and not listed:
-            found |= {part: whole for part in found if part not in {"head", *self._left_out(left)}}
+            dtypes |= {
+                part: whole for part in dtypes if part not in {"head", *self._left_out(left)}
+            }
         elif isinstance(whole, str):
-            found |= {part: whole for part in found if part != "head"}
+            dtypes |= {part: whole for part in dtypes if part != "head"}
         elif whole:
-            found |= self._by_groups(whole, left)
-        found |= self._listed(listed)
+            dtypes |= self._by_groups(whole, left)
+        dtypes |= self._listed(listed)
         if keys.get("lm_head") is True and isinstance(whole, str):
-            found["head"] = whole
-        return found
+            dtypes["head"] = whole
+        return dtypes
 
     def _method(self) -> str | dict[str, str]:
         """Return how quantized matrices are stored: all alike, by target, or only as listed."""
@@ -154,7 +156,7 @@ class _Stored(NamedTuple):
 
     def _groups(self) -> dict[str, str]:
         """Return how compressed-tensors stores each target."""
-        groups, found = self.keys.object("config_groups"), {}
+        groups, dtypes = self.keys.object("config_groups"), {}
         for name in list(groups.values):
             one = groups.object(name)
             weights, inputs = one.object("weights"), one.get("input_activations")
@@ -178,28 +180,28 @@ class _Stored(NamedTuple):
             else:
                 raise weights.refusal(f"{bits} bits of {kind!r:.40}", "4 or 8 bits, int or float")
             for target in one.get("targets", ["Linear"]):
-                found[str(target)] = stored
-        if not found:
+                dtypes[str(target)] = stored
+        if not dtypes:
             raise self.keys.refusal("config_groups is empty", "a group of weights")
-        return found
+        return dtypes
 
     def _by_groups(self, stored: dict[str, str], left: list[str]) -> dict[Part, str]:
         """Return how parts are stored by the targets of compressed-tensors."""
-        found: dict[Part, str] = {}
+        dtypes: dict[Part, str] = {}
         out = self._left_out(left)
         for target, dtype in stored.items():
             if target == "Linear":
-                found |= {
+                dtypes |= {
                     part: dtype
                     for part in ("attention", "state", "shared", "dense", "experts")
-                    if part not in out and part not in found
+                    if part not in out and part not in dtypes
                 }
             else:
                 part = _part_of(target)
                 if part is None:
                     raise self.keys.refusal(f"target {target!r:.60}", "modules of the text model")
-                found[part] = dtype
-        return found
+                dtypes[part] = dtype
+        return dtypes
 
     def _listed(self, listed: Any) -> dict[Part, str]:
         """Return how parts are stored of which each module is listed."""

@@ -201,32 +201,32 @@ def build_all_to_all(
     # Latent experts: what is dispatched is projected already.
     combine_bytes = 2.0 * model.expert_width
     dispatch_bytes = _FP8_BYTES * model.expert_width if fp8 else combine_bytes
-    found = _Curves(gpu, node, tables)
+    curves = _Curves(gpu, node, tables)
     if backend in _OPERATIONS:
-        near = [found.collective(operation) for operation in _OPERATIONS[backend]]
+        near = [curves.collective(operation) for operation in _OPERATIONS[backend]]
     elif backend == "pplx":
-        near = [found.links("pplx")] * 2
+        near = [curves.links("pplx")] * 2
     else:
-        near = [found.deepep(model, backend, phase, library) for phase in _PHASES]
+        near = [curves.deepep(model, backend, phase, library) for phase in _PHASES]
     near = [_no_less(curve, gpu.peer_bandwidth(max(node, 2))) for curve in near]
-    far = [found.line_rate(curve) for curve in near]
+    far = [curves.line_rate(curve) for curve in near]
     n_nodes = n_ranks // node
     if n_nodes > 1 and backend.startswith("deepep"):
         far = [
-            found.deepep_between(model, backend, phase, library, n_nodes) or line
+            curves.deepep_between(model, backend, phase, library, n_nodes) or line
             for phase, line in zip(_PHASES, far, strict=True)
         ]
         far = [_no_less(curve, gpu.nic_bandwidth) for curve in far]
     cost = AllToAllCost(dispatch_bytes, combine_bytes, *near[0], *near[1], *far[0], *far[1])
     gathered = cost
     if backend == "allgather_alltoall":
-        gather = _no_less(found.collective("all_gather"), gpu.peer_bandwidth(max(node, 2)))
-        line = found.line_rate(gather)
+        gather = _no_less(curves.collective("all_gather"), gpu.peer_bandwidth(max(node, 2)))
+        line = curves.line_rate(gather)
         gathered = AllToAllCost(combine_bytes, combine_bytes, *gather, *near[1], *line, *far[1])
     if n_nodes == 1:
-        del found.provenance["network"]
+        del curves.provenance["network"]
     return AllToAll(
-        backend, n_ranks, gpus_per_node, cost, gathered, found.provenance, tuple(found.warnings)
+        backend, n_ranks, gpus_per_node, cost, gathered, curves.provenance, tuple(curves.warnings)
     )
 
 

@@ -26,7 +26,7 @@ class FrontEndLatency:
     #: By part: tokens, ascending from 0, and seconds.
     curves: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     metadata: TableMetadata  #: of the table
-    slowdown: float = 1.0  #: times are so much longer than the table's
+    slowdown: float = 1.0  #: factor of these times over the table's
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "FrontEndLatency":

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.kernels.bounds import UNBOUNDED, AttentionBound, c
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, mean_and_max, monotone_fit
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
-SPIKE = 1.5  #: a spike takes so many times as long as the slower of its two neighbours
+SPIKE = 1.5  #: a spike takes this many times as long as the slower of its two neighbours
 #: Rows that stay, and are named where results rest on their curve: of all shipped collectives of
 #: 1 MiB and more, those that take `SPIKE` times as long as on a GPU of slower links: the GPU, the
 #: operation and its GPUs; bytes, us, that other GPU, and its us. `behind_siblings` finds them.

@@ -59,7 +59,7 @@ def tokenize_times(
 ) -> dict[int, Timing]:
     """Time prompts one by one by the tokens that their texts have: CPU time of the thread; the
     first of a length warm the caches."""
-    found: dict[int, Timing] = {}
+    timings: dict[int, Timing] = {}
     for wanted in tokens:
         seconds, lengths = [], []
         for prompt in prompts_of(tokenizer, wanted, _WARM_PROMPTS + _PROMPTS, text):
@@ -68,8 +68,8 @@ def tokenize_times(
             ids, _ = encoding.ids, encoding.attention_mask
             seconds.append(time.thread_time() - start)
             lengths.append(len(ids))
-        found[round(float(np.median(lengths)))] = Timing.of(seconds[_WARM_PROMPTS:])
-    return found
+        timings[round(float(np.median(lengths)))] = Timing.of(seconds[_WARM_PROMPTS:])
+    return timings
 
 
 def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
@@ -100,7 +100,7 @@ def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
 def _echoes(
     client: http.client.HTTPConnection, tokens: Sequence[int]
 ) -> dict[str, dict[int, Timing]]:
-    found: dict[str, dict[int, Timing]] = {"event_loop": {}, "http": {}}
+    timings: dict[str, dict[int, Timing]] = {"event_loop": {}, "http": {}}
 
     def cpu_s() -> float:
         client.request("GET", "/cpu")
@@ -131,9 +131,9 @@ def _echoes(
             rounds += [once() for _ in range(_ECHOES // 10)]
             cpu.append((cpu_s() - before - once_more) / (_ECHOES // 10))
         busy = Timing.of(np.maximum(cpu, 1e-6).tolist())
-        found["event_loop"][n] = busy
-        found["http"][n] = Timing.of(np.maximum(np.array(rounds) - busy.median_s, 1e-6).tolist())
-    return found
+        timings["event_loop"][n] = busy
+        timings["http"][n] = Timing.of(np.maximum(np.array(rounds) - busy.median_s, 1e-6).tolist())
+    return timings
 
 
 def _engine(pipe: Connection) -> None:

@@ -261,7 +261,7 @@ def write(
     bandwidth, flops = journal.header["copy_bandwidth"], journal.header["gemm_flops"]
     tables = tables_of(journal.records, device.name, device.facts)
     fits: dict[str, Any] = {}
-    paths, incomplete, found = [], {}, []
+    paths, incomplete, reports = [], {}, []
     for folder, table in tables:
         name = table_name(table.metadata)
         reason = "" if folder == HOT else unusable(table)  # a few points, compared one by one
@@ -276,7 +276,7 @@ def write(
         table.save(out / folder / name)
         if folder == MAIN:
             paths.append(out / name)
-            found += differences(table, device.cache_bytes)
+            reports += differences(table, device.cache_bytes)
     by_folder: dict[str, list[LatencyTable]] = {}
     for folder, table in tables:
         by_folder.setdefault(folder, []).append(table)
@@ -297,14 +297,14 @@ def write(
         "attention_chunks": table_fit.chunk_report(by_folder.get(MAIN, [])),
         "kv_transfer": table_fit.transfer_report(by_folder.get(MAIN, [])),
         "notes": {task: o.note for task, o in journal.outcomes.items() if o.note},
-        "differences_over_10_percent": [asdict(d) for d in found if abs(d.ratio - 1) > 0.1],
-        "points_compared": len(found),
+        "differences_over_10_percent": [asdict(d) for d in reports if abs(d.ratio - 1) > 0.1],
+        "points_compared": len(reports),
     }
     if device.name not in list_gpus():
         entry_json = gpu_entry(device, bandwidth, flops).model_dump_json(indent=1)
         _write_text(out / "gpu.json", entry_json + "\n")
     _write_text(out / "profile.json", json.dumps(summary, indent=1) + "\n")
-    return Profile(out, paths, summary, found)
+    return Profile(out, paths, summary, reports)
 
 
 def _write_text(path: Path, text: str) -> None:

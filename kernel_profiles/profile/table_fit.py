@@ -97,7 +97,7 @@ def _by_point(table: LatencyTable) -> dict[tuple[int, int, str], float]:
 def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
     """Ratios of times that differ in one thing, by MoE table: ``skew`` over the even load at the
     same batch and count; ``warm_cache`` and ``eager`` over the table used."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for table in tables.get("", []):
         if table.metadata.kind != "moe":
             continue
@@ -123,8 +123,8 @@ def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
                         if point in base and point[2] == FORCED
                     }
                     entry[folder] = {**_spread(list(ratios.values())), "points": ratios}
-        found[name] = entry
-    return found
+        report[name] = entry
+    return report
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float]:
@@ -144,7 +144,7 @@ def expert_bytes(table: LatencyTable) -> float:
 def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> dict[str, Any]:
     """Weight bytes a second at batches 16 to 64, half to all experts, and the share of copy
     bandwidth; below 85% a note names the linear form's rest: fixed part, or reading."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for table in tables:
         if table.metadata.kind != "moe" or table.metadata.dtype not in _BYTES_PER_WEIGHT:
             continue
@@ -169,10 +169,10 @@ def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> d
                 f"{reading * 1e6:.0f} us that grow with experts read at {streaming:.0%} of the "
                 "copy bandwidth"
             )
-        found[f"{table.metadata.kernel_source} {table.metadata.dtype} {table.metadata.shape}"] = (
+        report[f"{table.metadata.kernel_source} {table.metadata.dtype} {table.metadata.shape}"] = (
             entry
         )
-    return found
+    return report
 
 
 def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:

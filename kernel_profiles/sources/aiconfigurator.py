@@ -440,14 +440,14 @@ def gemm_tables(
     SGLang's."""
     engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
     engines = engines if engine == "vllm" else (engine, *engines)
-    found = [
+    frames = [
         file
         for name in engines
         for file in sources(
             gpu, "gemm", name, "gemm_perf.parquet", version if name == engine else ""
         )
     ]
-    for file in found:
+    for file in frames:
         rows = file.chosen(gemm_dtype=dtype)
         if rows.empty:
             continue

@@ -86,7 +86,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
 
 def _benchmark_rows(folder: packages.Source, node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's own benchmarks, one a phase."""
-    found = []
+    frames = []
     for backend, file, suffixes in (
         ("deepep_ll", "wideep_deepep_ll_perf.parquet", ("avg_t_us",)),
         ("deepep_ht", "wideep_deepep_normal_perf.parquet", ("transmit_us", "notify_us")),
@@ -99,15 +99,15 @@ def _benchmark_rows(folder: packages.Source, node_gpus: int) -> pd.DataFrame:
             if backend == "deepep_ht":
                 rows = frame[(frame[f"{phase}_sms"] == _SMS) & (frame.node_num < 8)]
             taken = sum(rows[f"{phase}_{suffix}"] for suffix in suffixes)
-            found.append(
+            frames.append(
                 rows.assign(
                     backend=backend, phase=phase, latency_us=taken, n_gpus=node_gpus * rows.node_num
                 )
             )
-    if not found:
+    if not frames:
         return pd.DataFrame()
     names = {"node_num": "n_nodes", "num_token": "tokens", "num_topk": "top_k"}
-    return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
+    return pd.concat(frames).rename(columns=names | {"num_experts": "n_experts"})
 
 
 def _engine_rows(folder: packages.Source, _node_gpus: int) -> pd.DataFrame:

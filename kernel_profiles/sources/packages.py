@@ -49,13 +49,13 @@ class Package(NamedTuple):
 
 def packages() -> list[Package]:
     """Return the packages that are installed, the newer first."""
-    found = []
+    installed = []
     for module, name in PACKAGES.items():
         spec = find_spec(module)  # importing them loads their compiled simulators
         for place in (spec and spec.submodule_search_locations) or ():
             folder = Path(place) / "systems" / "data"
-            found.append(Package(name, package_metadata.version(name), folder))
-    return found
+            installed.append(Package(name, package_metadata.version(name), folder))
+    return installed
 
 
 class Source(NamedTuple):
@@ -114,13 +114,13 @@ def sources(gpu: str, part: str, engine: str, file: str = "", version: str = "")
     if not installed:
         names = " nor ".join(PACKAGES.values())
         raise InputError("aiconfigurator", f"neither {names} is installed", INSTALL)
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for package in installed:
         folder = package.folder / SYSTEMS[gpu] / part / engine
         for path in folder.iterdir() if folder.is_dir() else ():
             one = Source(gpu, part, engine, path.name, file, package)
             if one.path.exists():
-                found.setdefault(path.name, one)
+                by_name.setdefault(path.name, one)
     limit = version_numbers(version)
 
     def rank(name: str) -> tuple[bool, bool, list[int]]:
@@ -128,7 +128,7 @@ def sources(gpu: str, part: str, engine: str, file: str = "", version: str = "")
         within = not limit or own[: len(limit)] <= limit
         return released, within, own if within else [-number for number in own]
 
-    return [found[name] for name in sorted(found, key=rank, reverse=True)]
+    return [by_name[name] for name in sorted(by_name, key=rank, reverse=True)]
 
 
 def first_rows(

@@ -381,7 +381,7 @@ def attention_shapes(
         shape |= {"compression": min(part.compressed_layers)[0]} if part.compressed_layers else {}
         windows = [(True, part.n_sliding_layers, shape | {"window": part.sliding_window})]
         return [*windows[: bool(part.n_sliding_layers)], (False, part.n_full_layers, shape)]
-    found = []
+    shapes = []
     for kind, n in part.attention_kinds:
         shape = attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype)
         if part.v_head_dim:
@@ -389,10 +389,10 @@ def attention_shapes(
         choosing = 0 if kind else part.n_choosing_layers
         if choosing:
             index = {"index_heads": part.index_heads, "index_topk": part.index_topk}
-            found.append((kind, choosing, shape | index))
+            shapes.append((kind, choosing, shape | index))
         if n > choosing:
-            found.append((kind, n - choosing, shape))
-    return found
+            shapes.append((kind, n - choosing, shape))
+    return shapes
 
 
 def has_projections(shape: Mapping[str, int]) -> bool:

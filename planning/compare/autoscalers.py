@@ -16,7 +16,7 @@ from eldr_sim.simulator.outcome.catalogue import Headline, number
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-_WELL = 0.95  #: the best fixed fleet is the cheapest one that serves so many requests well
+_WELL = 0.95  #: the best fixed fleet is the cheapest one that serves this share of requests well
 #: The figures of a rule, by the headings of their columns; means over seeds.
 _FIGURES = {
     "gpu_hours": "GPU-hours", "slo_attainment": "attainment", "minutes_below_95": "minutes < 95%",

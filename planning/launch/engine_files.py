@@ -41,31 +41,31 @@ def _refuse(target: str, what: str, value: object, known: Sequence[str]) -> Inpu
 def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]:
     """Return vLLM's options for a role; ``spread``: say which engines a node runs, which Dynamo's
     operator adds."""
-    found = ["--tensor-parallel-size", str(role.layout.tensor_parallel_size)]
+    arguments = ["--tensor-parallel-size", str(role.layout.tensor_parallel_size)]
     if role.is_group:
         if role.backend not in VLLM_BACKENDS:
             raise _refuse(VLLM, "all-to-all backend", role.backend, list(VLLM_BACKENDS))
-        found += ["--data-parallel-size", str(role.layout.data_parallel_size)]
+        arguments += ["--data-parallel-size", str(role.layout.data_parallel_size)]
         if role.nodes > 1 and spread:
             start = f"$(({role.local_engines}*node))"
-            found += ["--data-parallel-size-local", str(role.local_engines)]
-            found += ["--data-parallel-start-rank", start, "--data-parallel-hybrid-lb"]
-            found += ["--data-parallel-address", '"$HEAD"', "--data-parallel-rpc-port", "29550"]
-        found += ["--all2all-backend", VLLM_BACKENDS[role.backend]]
+            arguments += ["--data-parallel-size-local", str(role.local_engines)]
+            arguments += ["--data-parallel-start-rank", start, "--data-parallel-hybrid-lb"]
+            arguments += ["--data-parallel-address", '"$HEAD"', "--data-parallel-rpc-port", "29550"]
+        arguments += ["--all2all-backend", VLLM_BACKENDS[role.backend]]
     if role.layout.expert_parallel and role.gpus > 1:
-        found.append("--enable-expert-parallel")
+        arguments.append("--enable-expert-parallel")
     if role.spec.n_redundant or role.placement == "eplb":
         eplb = {"num_redundant_experts": role.spec.n_redundant}
-        found += ["--enable-eplb", "--eplb-config", json.dumps(eplb)]
-    found += ["--max-num-seqs", str(role.spec.max_num_seqs)]
-    found += ["--max-num-batched-tokens", str(role.spec.max_num_batched_tokens)]
-    found += ["--block-size", str(role.config.engine.block_size)]
+        arguments += ["--enable-eplb", "--eplb-config", json.dumps(eplb)]
+    arguments += ["--max-num-seqs", str(role.spec.max_num_seqs)]
+    arguments += ["--max-num-batched-tokens", str(role.spec.max_num_batched_tokens)]
+    arguments += ["--block-size", str(role.config.engine.block_size)]
     if (share := role.share_of("vllm")) is not None:
-        found += ["--gpu-memory-utilization", share]
+        arguments += ["--gpu-memory-utilization", share]
     if role.config.engine.kv_cache_dtype != "auto":
-        found += ["--kv-cache-dtype", role.config.engine.kv_cache_dtype]
+        arguments += ["--kv-cache-dtype", role.config.engine.kv_cache_dtype]
     if not role.config.engine.enable_prefix_caching:
-        found.append("--no-enable-prefix-caching")
+        arguments.append("--no-enable-prefix-caching")
     if role.speculation is not None and role.speculation.num_speculative_tokens:
         drafting: dict[str, Any] = {
             "method": role.speculation.method,
@@ -73,56 +73,56 @@ def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]
         }
         if role.speculation.method in ("draft_model", "eagle", "eagle3"):
             drafting["model"] = REPLACE
-        found += ["--speculative-config", json.dumps(drafting)]
+        arguments += ["--speculative-config", json.dumps(drafting)]
     if apart:
         side = "kv_producer" if role.name == "prefill" else "kv_consumer"
         transfer = {"kv_connector": "NixlConnector", "kv_role": side}
-        found += ["--kv-transfer-config", json.dumps(transfer)]
-    return found
+        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    return arguments
 
 
 def sglang_arguments(role: Role, apart: bool) -> list[str]:
     """Return SGLang's options for a role."""
-    found = ["--tp-size", str(role.gpus)]
+    arguments = ["--tp-size", str(role.gpus)]
     if role.is_group:
         if role.backend not in _SGLANG_BACKENDS:
             raise _refuse(SGLANG, "all-to-all backend", role.backend, list(_SGLANG_BACKENDS))
-        found += ["--attn-dp-size", str(role.layout.data_parallel_size)]
-        found += ["--moe-a2a-backend", *_SGLANG_BACKENDS[role.backend]]
+        arguments += ["--attn-dp-size", str(role.layout.data_parallel_size)]
+        arguments += ["--moe-a2a-backend", *_SGLANG_BACKENDS[role.backend]]
     if role.layout.expert_parallel and role.gpus > 1:
-        found += ["--ep-size", str(role.gpus)]
+        arguments += ["--ep-size", str(role.gpus)]
     if role.nodes > 1:
-        found += ["--nnodes", str(role.nodes), "--node-rank", '"$node"']
-        found += ["--dist-init-addr", '"$HEAD:5000"']
+        arguments += ["--nnodes", str(role.nodes), "--node-rank", '"$node"']
+        arguments += ["--dist-init-addr", '"$HEAD:5000"']
     if role.spec.n_redundant:
-        found += ["--ep-num-redundant-experts", str(role.spec.n_redundant)]
+        arguments += ["--ep-num-redundant-experts", str(role.spec.n_redundant)]
     if role.placement == "eplb":
-        found.append("--enable-eplb")
+        arguments.append("--enable-eplb")
     # The server's, which it divides by the engines.
     engines = role.layout.data_parallel_size
-    found += ["--max-running-requests", str(role.spec.max_num_seqs * engines)]
-    found += ["--chunked-prefill-size", str(role.spec.max_num_batched_tokens * engines)]
-    found += ["--page-size", str(role.config.engine.block_size)]
+    arguments += ["--max-running-requests", str(role.spec.max_num_seqs * engines)]
+    arguments += ["--chunked-prefill-size", str(role.spec.max_num_batched_tokens * engines)]
+    arguments += ["--page-size", str(role.config.engine.block_size)]
     if (share := role.share_of("sglang")) is not None:
-        found += ["--mem-fraction-static", share]
+        arguments += ["--mem-fraction-static", share]
     if role.config.engine.kv_cache_dtype != "auto":
         kind = {"fp8": "fp8_e4m3"}.get(
             role.config.engine.kv_cache_dtype, role.config.engine.kv_cache_dtype
         )
-        found += ["--kv-cache-dtype", kind]
+        arguments += ["--kv-cache-dtype", kind]
     if not role.config.engine.enable_prefix_caching:
-        found.append("--disable-radix-cache")
+        arguments.append("--disable-radix-cache")
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
         if role.speculation.method not in _SGLANG_METHODS:
             method = role.speculation.method
             raise _refuse(SGLANG, "speculative method", method, list(_SGLANG_METHODS))
-        found += ["--speculative-algorithm", _SGLANG_METHODS[role.speculation.method]]
-        found += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
-        found += ["--speculative-num-draft-tokens", str(k + 1)]
+        arguments += ["--speculative-algorithm", _SGLANG_METHODS[role.speculation.method]]
+        arguments += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
+        arguments += ["--speculative-num-draft-tokens", str(k + 1)]
     if apart:
-        found += ["--disaggregation-mode", role.name]
-        found += ["--disaggregation-transfer-backend", "nixl"]
-    return found
+        arguments += ["--disaggregation-mode", role.name]
+        arguments += ["--disaggregation-transfer-backend", "nixl"]
+    return arguments
 
 
 def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
         )
         raise InputError("emit", f"{TRTLLM} has no {problem}", "engines of one GPU")
     whole = role.layout.expert_parallel and role.gpus > 1
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "backend": "pytorch",
         "tensor_parallel_size": role.gpus,
         "moe_expert_parallel_size": role.gpus if whole else 1,
@@ -150,21 +150,21 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
         },
     }
     if (share := role.share_of("trtllm")) is not None:
-        found["kv_cache_config"]["free_gpu_memory_fraction"] = float(share)
+        options["kv_cache_config"]["free_gpu_memory_fraction"] = float(share)
     if role.name != "serve":
-        found["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest}
+        options["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest}
     if role.name == "prefill":
-        found["disable_overlap_scheduler"] = True
+        options["disable_overlap_scheduler"] = True
     if role.spec.n_redundant:
-        found["moe_config"] = {
+        options["moe_config"] = {
             "backend": "WIDEEP",
             "load_balancer": {"num_slots": role.experts + role.spec.n_redundant},
         }
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
         if role.speculation.method != "mtp":
             raise _refuse(TRTLLM, "mapped speculative method", role.speculation.method, ["mtp"])
-        found["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": k}
-    return found
+        options["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": k}
+    return options
 
 
 def _command(words: Sequence[str]) -> str:

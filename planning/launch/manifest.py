@@ -171,18 +171,18 @@ def _fields(role: Role, left_out: list[str]) -> dict[str, Any]:
     line = {"engine": role.engine, "engine_args": shlex.join(words)}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", EldrSimWarning)
-        found = with_launch(line if words else {"engine": role.engine})
+        fields = with_launch(line if words else {"engine": role.engine})
     usual = with_launch({"engine": role.engine})
     left_out += [f"{role.name}: {str(each.message).partition(': ')[2]}" for each in said]
-    found = {k: v for k, v in found.items() if usual.get(k) != v or k == "engine"}
+    fields = {k: v for k, v in fields.items() if usual.get(k) != v or k == "engine"}
     if model is not None:
-        found["model"] = _model(model)
+        fields["model"] = _model(model)
     if backend is not None:
-        found["all2all_backend"] = backend
-    tp = int(found.get("tensor_parallel_size", 1)) * int(found.get("data_parallel_size", 1))
-    if role.gpus is not None and role.gpus != tp * int(found.get("pipeline_parallel_size", 1)):
+        fields["all2all_backend"] = backend
+    tp = int(fields.get("tensor_parallel_size", 1)) * int(fields.get("data_parallel_size", 1))
+    if role.gpus is not None and role.gpus != tp * int(fields.get("pipeline_parallel_size", 1)):
         left_out.append(f"{role.name}: asks for {role.gpus} GPUs and uses {tp}")
-    return found
+    return fields
 
 
 def _model(name: str) -> str:

@@ -59,12 +59,12 @@ class RunCache:
         """Return the summaries of configurations, in order; raises InputError if one fails."""
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
-        found: dict[str, Summary] = {}
+        by_key: dict[str, Summary] = {}
         known = {} if self.journal is None else self.journal.outcomes
         for key in new.keys() & known.keys():
             if (summary := known[key].summary) is not None:
-                found[key] = summary
-        points = [Point(key, config) for key, config in new.items() if key not in found]
+                by_key[key] = summary
+        points = [Point(key, config) for key, config in new.items() if key not in by_key]
         if points and self._reporting:
             self._reporting = False
             about = f", about {self.expected} runs" if self.expected else ""
@@ -75,14 +75,14 @@ class RunCache:
                     failed = new[outcome.key]
                     where = f"{failed.policies.policy} on {failed.cluster.topology}"
                     raise InputError("run", f"{where}: {outcome.reason}")
-                found[outcome.key] = outcome.summary
+                by_key[outcome.key] = outcome.summary
                 if self.journal is not None:
                     self.journal.add(outcome)
                 if self.progress is not None:
                     asked = max(len(self) + len(new), self.expected)
-                    self.progress(len(self) + len(found), asked)
+                    self.progress(len(self) + len(by_key), asked)
         # In the order asked for, not in the order of completion.
-        self._made |= {key: (config, found[key]) for key, config in new.items()}
+        self._made |= {key: (config, by_key[key]) for key, config in new.items()}
         return [self._made[key][1] for key in keys]
 
     def together(self, searches: Sequence[Search[T]]) -> list[T]:

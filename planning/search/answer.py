@@ -59,8 +59,8 @@ class Question:
     """What a plan asks."""
 
     #: ``cluster``: the cheapest for a load; ``rate``: the highest of a cluster; ``split``: of any
-    #: cluster of so many GPUs; ``fastest``: the cheapest prompts at once; ``day``: rule and fleet
-    #: for a load.
+    #: cluster of a number of GPUs; ``fastest``: the cheapest prompts at once; ``day``: rule and
+    #: fleet for a load.
     kind: Kind
     config: RunConfig  #: the configuration as given
     objective: Objective | None = None  #: service level and attainment; None for ``fastest``
@@ -512,14 +512,14 @@ def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, 
 
 
 def _of_blocks(answer: Answer) -> Iterator[str]:
-    """Warn where the log's own blocks differ so much that another like it may miss the target."""
+    """Warn where the log's own blocks differ enough that a similar log may miss the target."""
     objective, best = answer.question.objective, answer.best
     blocks = best.trial.by_blocks if best is not None and best.trial is not None else None
     if objective is None or blocks is None or not blocks.low < objective.attainment:
         return
     yield (
         f"the answer attains {100 * blocks.mean:.2f}% on this log; over its blocks the interval is "
-        f"{100 * blocks.low:.1f} to {100 * blocks.high:.1f}%, so another stretch like it may miss "
+        f"{100 * blocks.low:.1f} to {100 * blocks.high:.1f}%, so a similar log may miss "
         f"{100 * objective.attainment:g}%"
     )
 
@@ -530,9 +530,9 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
     cheaper = sum(bool(shape.topology) for shape in shapes)
     dear = sum(not shape.is_searched for shape in shapes)
     yield (
-        f"{len(shapes)} shapes of clusters: {cheaper} each cheaper than those before, "
-        f"{len(shapes) - cheaper - dear} without a cheaper cluster that meets the objective, "
-        f"{dear} estimated too dear (--verbose lists them)"
+        f"cluster shapes: {len(shapes)} considered, {cheaper} improved on the best cost so far, "
+        f"{len(shapes) - cheaper - dear} did not, {dear} estimated as too expensive to simulate "
+        "(--verbose lists them)"
     )
     config, left = answer.question.config, []
     if not config.cluster.generates:

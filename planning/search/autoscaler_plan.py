@@ -36,7 +36,7 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 #: Rules that are tried where none is named: they know no future.
 RULES = ("seconds", "hpa", "keda", "llmd_saturation", "dynamo_load", "dynamo_throughput")
 _BESIDE = "timetable"  #: stands beside every rule: it knows the day, as one knows yesterday's
-_MORE = 1.5  #: rules may have up to so many times the workers of the best fixed fleet
+_MORE = 1.5  #: rules may have up to this many times the workers of the best fixed fleet
 _LINES = 12
 _MINUTE_S = 60.0
 

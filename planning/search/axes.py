@@ -67,7 +67,7 @@ class Axes:
 
         Of prefill workers alone, how they share the model; of a fleet, its autoscaler before it."""
         first = config.policies.policy if config.cluster.generates else prefill_label(config)
-        found = [
+        parts = [
             f"{name}={_shown(value_of(config, name))}"
             for name, given in self.values.items()
             if len(given) > 1 and name not in ("policy", "gpu")
@@ -75,7 +75,7 @@ class Axes:
         if config.scaling.scales:
             several = len(self.values.get("policy", ())) > 1
             first = f"{config.scaling.autoscale}, {first}" if several else config.scaling.autoscale
-        return ", ".join([first, *found])
+        return ", ".join([first, *parts])
 
 
 @dataclass(frozen=True)

@@ -257,18 +257,18 @@ def make_candidate(
             reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")
             continue
         try:
-            found = bounds(shape, objective, load)
+            limits = bounds(shape, objective, load)
             each = (math.inf, math.inf)
-            if not found.impossible:
+            if not limits.impossible:
                 each = capacity(shape, objective, load[0])
         except InputError as error:
             if error.field not in (*SIZE_FIELDS, *axes.values):
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
-        likely = estimate(each, found.rate, colocated=shape.cluster.n_prefill == 0)
-        likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
-        templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
+        likely = estimate(each, limits.rate, colocated=shape.cluster.n_prefill == 0)
+        likely = max(likely[0], limits.n_prefill), max(likely[1], limits.n_decode)
+        templates.append(ClusterTemplate(shape, limits, max_gpus, likely, each))
     templates.sort(
         key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.cluster.n_prefill == 0)
     )

@@ -128,15 +128,17 @@ def cheapest_cluster(
     reasons = runs.together(
         [why(cluster, config, ranked, objective, max_gpus) for cluster in clusters]
     )
-    found: list[Effect] = []
+    input_effects: list[Effect] = []
     if sensitivity:
         rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
-        found = runs.ended(effects(rivals[:RIVALS], objective, rate))
+        input_effects = runs.ended(effects(rivals[:RIVALS], objective, rate))
     trials = [trial for result in results for trial in result.trials] + larger
     front = () if not config.cluster.generates else _front(trials, max_gpus)
     question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines), wanted)
     named_too = tuple(zip(why_not, reasons, strict=True))
-    return Answer(question, tuple(ranked), runs, margin, savings, front, named_too, tuple(found))
+    return Answer(
+        question, tuple(ranked), runs, margin, savings, front, named_too, tuple(input_effects)
+    )
 
 
 def _around(
@@ -290,7 +292,7 @@ def _search_shape(
 
     ``start``: where to begin, in place of the estimate, which may be above the best by
     ``factor``."""
-    reason, searched, found = template.bounds.impossible, True, None
+    reason, searched, trial = template.bounds.impossible, True, None
     best, near = result.template, result.cost
     if best is not None:
         near = max(near, best.estimated_cost)
@@ -305,8 +307,8 @@ def _search_shape(
         if not math.isinf(result.cost) and reason:
             reason = "no cheaper cluster meets the objective"
         if state.best is not None:
-            found = trials[state.best]
-            result.template, result.search, result.trial = template, state, found
+            trial = trials[state.best]
+            result.template, result.search, result.trial = template, state, trial
             result.without = ""
         result.notes += _notes(template, state, trials, result.cost)
     if reason and result.trial is None:
@@ -316,8 +318,8 @@ def _search_shape(
             shape_label(template.config),
             template.least_cost,
             template.estimated_cost,
-            None if found is None else cost(found.config),
-            "" if found is None else str(found.config.cluster.topology),
+            None if trial is None else cost(trial.config),
+            "" if trial is None else str(trial.config.cluster.topology),
             reason,
             searched,
         )

@@ -132,20 +132,20 @@ def prefill_candidates(
     prompts = load[0].prompt_len
     accepted = prompts[prompts <= (config.engine.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
-    found = []
+    candidates = []
     for kind in (kind for kind in KINDS if kind in strategies or not strategies):
         sized = [
             _candidate(config, objective, max_gpus, size, kind, longest, load)
             for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
             if size <= max_gpus and (size > 1 or kind in _ALONE)
         ]
-        found += sized if apart or not sized else [_of_all_sizes(kind, sized)]
-    if not found:
+        candidates += sized if apart or not sized else [_of_all_sizes(kind, sized)]
+    if not candidates:
         problem = (
             f"no worker of {', '.join(strategies) or 'these GPUs'} has {max_gpus} GPUs at most"
         )
         raise InputError("max_gpus", problem, "2 or more, or the size of a worker")
-    return found
+    return candidates
 
 
 def _of_all_sizes(kind: Kind, sized: Sequence[Candidate]) -> Candidate:
@@ -165,15 +165,15 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
     workload, _ = load_of(config)
     mean = float(workload.prompt_len.mean())
     summaries = yield [_at_once(each.config, mean) for each in possible]
-    found = [template for template in templates if template.bounds.impossible]
+    ranked = [template for template in templates if template.bounds.impossible]
     for template, summary in zip(possible, summaries, strict=True):
         speed = (summary["completed"] or 0) / (summary["makespan_s"] or math.inf)
         workers = template.max_workers + 1
         if speed > 0.0:
             workers = math.ceil(template.bounds.rate / (BUSY * speed))
         estimate = max(workers, template.bounds.n_prefill), 0
-        found.append(dataclasses.replace(template, estimate=estimate))
-    return sorted(found, key=lambda each: (each.estimated_cost, each.worker_sizes))
+        ranked.append(dataclasses.replace(template, estimate=estimate))
+    return sorted(ranked, key=lambda each: (each.estimated_cost, each.worker_sizes))
 
 
 def _at_once(config: RunConfig, mean_prompt: float) -> RunConfig:

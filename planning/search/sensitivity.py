@@ -43,7 +43,7 @@ def effects(
     answer = rivals[0][1] if rivals else None
     if answer is None:
         return []
-    found: list[Effect] = []
+    changes: list[Effect] = []
     for name, change, factors in _inputs(answer.config, rate):
         level = _scaled(objective.level, factors)
         asked = dataclasses.replace(objective, level=level)
@@ -51,8 +51,8 @@ def effects(
         trials = [trial for trial in (yield from side_by_side(searches)) if trial is not None]
         # Where a rival costs as much, the answer stays.
         best = min(trials, key=lambda trial: cost(trial.config), default=None)
-        found.append(Effect(name, change, best, best is None or not _same(best, answer)))
-    return found + list(_of_prices([trial for _, trial in rivals]))
+        changes.append(Effect(name, change, best, best is None or not _same(best, answer)))
+    return changes + list(_of_prices([trial for _, trial in rivals]))
 
 
 def _inputs(config: RunConfig, rate: float) -> Iterator[tuple[str, float, dict[str, float]]]:

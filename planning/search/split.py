@@ -25,7 +25,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _TRIED = 8  #: splits that are simulated first, of each candidate
-#: More race, in short runs, estimated at the best rate divided by this; so many at most.
+#: More race, in short runs, estimated at the best rate divided by this; at most this many.
 ESTIMATED, _MOST = 1.3, 32
 _RUNS_OF_RATE = 8
 

@@ -250,8 +250,8 @@ class _Grid:
     ) -> Iterator[Claim]:
         for values in product(*(self.axes[axis] for axis in claim.each)):
             each = {axis: v.name for axis, v in zip(claim.each, values, strict=True)}
-            found = [parsed(table.scope(each)) for table in tables]
-            ours = t_interval([value for value, _ in found])
+            scopes = [parsed(table.scope(each)) for table in tables]
+            ours = t_interval([value for value, _ in scopes])
             paper = claim.paper
             if isinstance(paper, dict):
                 key = next((str(v) for v in each.values() if str(v) in paper), None)
@@ -262,7 +262,7 @@ class _Grid:
             low, high = paper if isinstance(paper, tuple) else (paper, paper)
             yield Claim(
                 claim.says.format(**each), low, high, ours.mean, claim.unit, claim.tolerance,
-                found[0][1], claim.stated, claim.neutral, claim.given,
+                scopes[0][1], claim.stated, claim.neutral, claim.given,
                 None if len(tables) == 1 else (ours.low, ours.high), claim.trend,
             )  # fmt: skip
 
@@ -330,17 +330,17 @@ class _Table:
         spec = self.grid.spec
 
         def cells(metric: str, variant: Any) -> "pd.Series[Any]":
-            found = self.column(metric)
+            values = self.column(metric)
             for axis, name in {**each, spec.compare: variant}.items():
-                if name not in found.index.get_level_values(axis):
+                if name not in values.index.get_level_values(axis):
                     known = ", ".join(str(value.name) for value in self.grid.axes[axis])
                     raise InputError(f"{self.grid.name}.{axis}", f"no value {name!r}", known)
-                found = (
-                    found.xs(name, level=axis)
-                    if found.index.nlevels > 1
-                    else pd.Series([found[name]], [""])
+                values = (
+                    values.xs(name, level=axis)
+                    if values.index.nlevels > 1
+                    else pd.Series([values[name]], [""])
                 )
-            return found
+            return values
 
         def gains(metric: str, variant: Any, against: Any, by: str = "") -> "pd.Series[Any]":
             if not isinstance(against, list):

@@ -415,15 +415,15 @@ def cached_fit(
     path = cache.find(cache.FITS, name)
     if path is not None and path.exists():
         try:
-            found = RoutingArtifact.load(path)
+            artifact = RoutingArtifact.load(path)
         except InputError:  # it is made anew and replaced
-            found = None
-        if found is not None and (found.trace_checksum, found.n_decoders, found.seed) == (
-            manifest.checksum,
-            n_decoders,
-            seed,
-        ):
-            return found
+            artifact = None
+        if artifact is not None and (
+            artifact.trace_checksum,
+            artifact.n_decoders,
+            artifact.seed,
+        ) == (manifest.checksum, n_decoders, seed):
+            return artifact
     made = fit(calibration(), n_decoders, seed, options)
     cache.keep(cache.FITS, name, made.write)
     return made

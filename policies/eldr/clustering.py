@@ -215,14 +215,14 @@ def _cheaper(distance: Floats, own: float, point: float, least: Floats) -> None:
 @njit(inlined=True, restrict=True)
 def _further(path: Floats, move: Floats, a: int, before: Floats) -> bool:
     """Lengthen a path to cluster ``a`` by a move to each other where that is shorter."""
-    begin, found = path[a], False
+    begin, improved = path[a], False
     for b in range(move.shape[0]):
         longer = begin + move[b]
         shorter = longer < path[b]
         path[b] = longer if shorter else path[b]
         before[b] = a if shorter else before[b]
-        found |= shorter
-    return found
+        improved |= shorter
+    return improved
 
 
 @njit(nogil=True)

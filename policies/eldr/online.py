@@ -24,7 +24,7 @@ class Served(NamedTuple):
     centroids: NDArray[np.float32]  #: ``[K, d]``: of now
     due_s: Floats  #: ``[1]``: when they are refitted; infinite before the first request
     window_s: float
-    n: Ints  #: ``[1]``: requests in the window, the first so many of
+    n: Ints  #: ``[1]``: requests in the window, the first ones of
     times: Floats  #: ``[room]``: when they came,
     rows: Ints  #: ``[room]``: their signatures,
     similar: Floats  #: ``[room, K]``: the products with the centroids,

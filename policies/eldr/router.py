@@ -277,7 +277,7 @@ def _similarities(units: Floats, centroids: Floats) -> Floats:
 @njit(fastmath={"reassoc", "contract"})
 def _compare(unit: Array, centroids: Array, similar: Floats) -> bool:
     """Write the cosine similarity to each centroid; return whether any is not zero."""
-    found, last = False, len(centroids) - 1
+    changed, last = False, len(centroids) - 1
     for first in range(0, last + 1, 2):  # of two at once
         one, other, p, q = centroids[first], centroids[min(first + 1, last)], 0.0, 0.0
         for d in range(len(unit)):
@@ -286,8 +286,8 @@ def _compare(unit: Array, centroids: Array, similar: Floats) -> bool:
             q += x * np.float64(other[d])
         # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
         similar[first], similar[min(first + 1, last)] = min(p, 1.0), min(q, 1.0)
-        found |= p != 0.0 or q != 0.0
-    return found
+        changed |= p != 0.0 or q != 0.0
+    return changed
 
 
 @njit()
@@ -310,13 +310,13 @@ def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArti
         "clustering": parameters.clustering,
         **{name: getattr(parameters, name) for name in ("seedings", "rounds", "mask_pairs")},
     }
-    found = context.artifact
+    artifact = context.artifact
     if parameters.artifact is not None:
-        found = RoutingArtifact.load(Path(parameters.artifact))
-    if found is None:
+        artifact = RoutingArtifact.load(Path(parameters.artifact))
+    if artifact is None:
         raise InputError("policy", "'eldr' needs a routing artifact, and none was given")
-    if isinstance(found, RoutingArtifact):
-        found.check_made_with(**given)
-        return found
+    if isinstance(artifact, RoutingArtifact):
+        artifact.check_made_with(**given)
+        return artifact
     options = FitOptions(**{name: value for name, value in given.items() if value is not None})
-    return found(options, context.n_groups)
+    return artifact(options, context.n_groups)

@@ -116,15 +116,15 @@ def greedy_placement(activation: Array, n_ranks: int, placed: Ints | None = None
     order = np.argsort(-rows, axis=1, kind="stable")
     load = np.zeros((len(rows), n_ranks))
     held = np.zeros((len(rows), n_ranks), dtype=np.int64)
-    found = np.full(rows.shape, -1) if placed is None else placed.reshape(rows.shape).copy()
-    row, expert = np.nonzero(found >= 0)
-    np.add.at(load, (row, found[row, expert]), rows[row, expert])
-    np.add.at(held, (row, found[row, expert]), 1)
+    slots = np.full(rows.shape, -1) if placed is None else placed.reshape(rows.shape).copy()
+    row, expert = np.nonzero(slots >= 0)
+    np.add.at(load, (row, slots[row, expert]), rows[row, expert])
+    np.add.at(held, (row, slots[row, expert]), 1)
     every = np.arange(len(rows))
     for expert in order.T:
-        new = found[every, expert] < 0
+        new = slots[every, expert] < 0
         rank = np.argmin(np.where(held < room, np.round(load, 9), np.inf), axis=1)
-        found[every, expert] = np.where(new, rank, found[every, expert])
+        slots[every, expert] = np.where(new, rank, slots[every, expert])
         load[every, rank] += np.where(new, rows[every, expert], 0.0)
         held[every, rank] += new
-    return found.reshape(weights.shape)
+    return slots.reshape(weights.shape)

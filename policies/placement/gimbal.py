@@ -86,14 +86,14 @@ def linked_experts(transitions: Ints, pairs: int) -> Ints:
     [layers, E]: tokens of its most frequent pair of the ``pairs`` that two layers keep; ties to the
     lower experts. ``transitions``: [layers - 1, E, E]."""
     between, n_experts, _ = transitions.shape
-    found = np.zeros((between + 1, n_experts), np.int64)
+    links = np.zeros((between + 1, n_experts), np.int64)
     for layer, counts in enumerate(transitions):
         flat = counts.ravel()
         kept = np.argsort(-flat, kind="stable")[:pairs]
         before, after = np.divmod(kept, n_experts)
-        np.maximum.at(found[layer], before, flat[kept])
-        np.maximum.at(found[layer + 1], after, flat[kept])
-    return found
+        np.maximum.at(links[layer], before, flat[kept])
+        np.maximum.at(links[layer + 1], after, flat[kept])
+    return links
 
 
 def anchored(load: Array, linked: Ints, n_ranks: int, anchor: int) -> base.Placement:

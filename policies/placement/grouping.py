@@ -45,55 +45,55 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
     if not (0 <= low <= high and low * n_groups <= n_experts <= high * n_groups):
         problem = f"{n_groups} groups of {low} to {high} for {n_experts} experts"
         raise InputError("group sizes", problem, "bounds that the experts can keep")
-    found = groups.copy()
-    sizes = np.bincount(found, minlength=n_groups)
-    within = _within(affinity, found, n_groups)
+    moved = groups.copy()
+    sizes = np.bincount(moved, minlength=n_groups)
+    within = _within(affinity, moved, n_groups)
     spare = []
     for d in np.flatnonzero(sizes > high):
-        mine = np.flatnonzero(found == d)
+        mine = np.flatnonzero(moved == d)
         order = mine[np.argsort(-within[mine, d], kind="stable")]
         spare += [(-float(within[e, d]), int(e)) for e in order[high:]]
     for _, expert in spare:
-        within[:, found[expert]] -= affinity[:, expert]
-        sizes[found[expert]] -= 1
+        within[:, moved[expert]] -= affinity[:, expert]
+        sizes[moved[expert]] -= 1
     for _, expert in sorted(spare):
         to = int(np.argmax(np.where(sizes < high, within[expert], -np.inf)))
-        found[expert] = to
+        moved[expert] = to
         sizes[to] += 1
         within[:, to] += affinity[:, expert]
     while (sizes < low).any():
-        own = within[np.arange(n_experts), found]
-        expert = int(np.argmin(np.where(sizes[found] > low, own, np.inf)))
+        own = within[np.arange(n_experts), moved]
+        expert = int(np.argmin(np.where(sizes[moved] > low, own, np.inf)))
         to = int(np.argmax(np.where(sizes < low, within[expert], -np.inf)))
-        within[:, found[expert]] -= affinity[:, expert]
+        within[:, moved[expert]] -= affinity[:, expert]
         within[:, to] += affinity[:, expert]
-        sizes[found[expert]] -= 1
+        sizes[moved[expert]] -= 1
         sizes[to] += 1
-        found[expert] = to
-    return found
+        moved[expert] = to
+    return moved
 
 
 def swap_experts(affinity: Floats, groups: Ints, n_groups: int) -> Ints:
     """Let pairs of experts change places, the best first, while that raises what groups hold; sizes
     stay. ``affinity`` may be negative; its sum inside groups rises by a whole number each time, so
     this ends."""
-    found = groups.copy()
+    swapped = groups.copy()
     affinity = affinity - np.diag(affinity.diagonal())
-    within = _within(affinity, found, n_groups)
-    every = np.arange(len(found))
+    within = _within(affinity, swapped, n_groups)
+    every = np.arange(len(swapped))
     while True:
-        gain = within[:, found]  # of i in the group of j; less its own group below
-        gain = gain - within[every, found][:, None]
+        gain = within[:, swapped]  # of i in the group of j; less its own group below
+        gain = gain - within[every, swapped][:, None]
         gain = gain + gain.T - 2.0 * affinity
-        gain[found[:, None] == found] = 0.0
-        i, j = divmod(int(np.argmax(gain)), len(found))
+        gain[swapped[:, None] == swapped] = 0.0
+        i, j = divmod(int(np.argmax(gain)), len(swapped))
         if gain[i, j] <= 0:
-            return found
-        a, b = int(found[i]), int(found[j])
+            return swapped
+        a, b = int(swapped[i]), int(swapped[j])
         moved = affinity[:, j] - affinity[:, i]
         within[:, a] += moved
         within[:, b] -= moved
-        found[i], found[j] = b, a
+        swapped[i], swapped[j] = b, a
 
 
 def _within(affinity: Floats, groups: Ints, n_groups: int) -> Floats:

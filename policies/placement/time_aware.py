@@ -87,7 +87,7 @@ def _clusters(context: PolicyContext, group: ExpertGroup) -> Floats:
     """Return the activation of the clusters of a group's ranks, [ranks, layers, E]."""
     activation = _artifact(context).cluster_activation
     first = group.number * group.n_ranks
-    found = activation[first : first + group.n_ranks].astype(np.float64)
+    clusters = activation[first : first + group.n_ranks].astype(np.float64)
     if len(activation) != context.n_groups * group.n_ranks:
         raise InputError(
             "expert_placement",
@@ -95,10 +95,10 @@ def _clusters(context: PolicyContext, group: ExpertGroup) -> Floats:
             f"{group.n_ranks} GPUs",
             "--policy eldr:unit=engine and engines of one GPU",
         )
-    if found.shape[1:] != (group.n_layers, group.n_experts):
-        problem = f"clusters of {found.shape[1]} layers of {found.shape[2]} experts"
+    if clusters.shape[1:] != (group.n_layers, group.n_experts):
+        problem = f"clusters of {clusters.shape[1]} layers of {clusters.shape[2]} experts"
         raise InputError("expert_placement", problem, "a fit on the run's trace")
-    return np.asarray(found)
+    return np.asarray(clusters)
 
 
 #: Tokens of a layer that are counted: steps of fewer are several, of more are sampled.
@@ -144,17 +144,17 @@ class TimeAwarePlacement(GroupedPlacement):
         assert all_to_all is not None
         priced = step_swaps.prices(moe, all_to_all, prompts=self._own.tokens == "prompt")
         experts, home, n_steps, each = self._sampled(group)
-        found = np.empty(load.shape, np.int64)
+        slots = np.empty(load.shape, np.int64)
         for layer in range(group.n_layers):
             steps = step_swaps.Steps(experts[:, layer].astype(np.int64), home, n_steps, each)
             starts = self._starts(affinity[layer], load[layer], layer, group)
             times = [step_swaps.layer_s(ranks, group.n_ranks, steps, priced) for ranks in starts]
             best = starts[int(np.argmin(np.round(times, 12)))]
-            found[layer] = step_swaps.swap_for_time(best, group.n_ranks, steps, priced)
+            slots[layer] = step_swaps.swap_for_time(best, group.n_ranks, steps, priced)
         carried = np.zeros((group.n_layers, group.n_ranks))
-        np.add.at(carried, (np.arange(group.n_layers)[:, None], found), load)
-        every = np.broadcast_to(np.arange(group.n_experts), found.shape)
-        return Placement(every, found, group.n_ranks, carried)
+        np.add.at(carried, (np.arange(group.n_layers)[:, None], slots), load)
+        every = np.broadcast_to(np.arange(group.n_experts), slots.shape)
+        return Placement(every, slots, group.n_ranks, carried)
 
     def _starts(self, affinity: Floats, load: Floats, layer: int, group: ExpertGroup) -> list[Ints]:
         """Return placements of a layer to begin from."""

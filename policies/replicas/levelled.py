@@ -108,20 +108,20 @@ class Capped(_Shares):
 
     def shares(self, tokens: list[int], ranks: list[list[int]], n_ranks: int) -> list[list[float]]:
         """Return the shares; see `_Shares`."""
-        found = [[float(n), *[0.0] * (len(on) - 1)] for n, on in zip(tokens, ranks, strict=True)]
+        split = [[float(n), *[0.0] * (len(on) - 1)] for n, on in zip(tokens, ranks, strict=True)]
         load = [0.0] * n_ranks
         for n, on in zip(tokens, ranks, strict=True):
             load[on[0]] += n
         limit = self._capacity * sum(tokens) / n_ranks
         for expert in _by_tokens(tokens, ranks):
-            on, own = ranks[expert], found[expert]
+            on, own = ranks[expert], split[expert]
             for j in sorted(range(1, len(on)), key=lambda j: load[on[j]]):
                 moved = min(own[0], load[on[0]] - limit, limit - load[on[j]])
                 if moved > 0.0 and on[j] != on[0]:
                     own[0], own[j] = own[0] - moved, own[j] + moved
                     load[on[0]] -= moved
                     load[on[j]] += moved
-        return found
+        return split
 
 
 def _by_tokens(tokens: list[int], ranks: list[list[int]]) -> Iterable[int]:
@@ -135,10 +135,10 @@ def _poured(
 ) -> list[list[float]]:
     """Pour experts' tokens over their ranks, again until nothing moves or ``passes`` are over."""
     load = [0.0] * n_ranks
-    found = [[0.0] * len(on) for on in ranks]
+    poured = [[0.0] * len(on) for on in ranks]
     for expert, on in enumerate(ranks):
         if len(on) == 1:
-            found[expert] = [float(tokens[expert])]
+            poured[expert] = [float(tokens[expert])]
             load[on[0]] += tokens[expert]
     order, moved = _by_tokens(tokens, ranks), np.inf
     for _ in range(passes):
@@ -146,7 +146,7 @@ def _poured(
             break
         moved = 0.0
         for expert in order:
-            on, own = ranks[expert], found[expert]
+            on, own = ranks[expert], poured[expert]
             for rank, share in zip(on, own, strict=True):
                 load[rank] -= share
             level, filled = float(tokens[expert]), 0
@@ -162,7 +162,7 @@ def _poured(
                 own[j] = share
             for rank, share in zip(on, own, strict=True):
                 load[rank] += share
-    return found
+    return poured
 
 
 def _whole(shares: list[float], total: int) -> list[int]:

@@ -116,14 +116,14 @@ class SaturationPolicy(RouterPolicy):
         return [int(block) for block in request.prefix_hash[:full]]
 
     def _open(self, workers: Workers) -> list[int]:
-        found = []
+        open_workers = []
         for worker in workers.usable():
             if workers.loads[worker] == 0:
                 self._forget(worker)
             elif self.load[worker] >= self.threshold:
                 continue
-            found.append(worker)
-        return found
+            open_workers.append(worker)
+        return open_workers
 
     def _forget(self, worker: int) -> None:
         """Drop what was expected of a worker that has no requests."""

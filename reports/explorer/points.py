@@ -205,17 +205,17 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
     except Exception as error:  # of any kind: the page goes on
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     summary = result.summary
-    found = {name: summary[name] for name in _DRAWN} | {"rate": config.requests.request_rate}
-    found["headline"] = [(figure.label, number(figure.value)) for figure in headline_of(summary)]
+    figures = {name: summary[name] for name in _DRAWN} | {"rate": config.requests.request_rate}
+    figures["headline"] = [(figure.label, number(figure.value)) for figure in headline_of(summary)]
     if pictures:
-        found["parts"] = [
+        figures["parts"] = [
             (part.title, [_shown(row) for row in part.rows]) for part in parts_of(summary)
         ]
-        found |= {"limits": summary.get("limits"), "warnings": warnings_of(summary)}
+        figures |= {"limits": summary.get("limits"), "warnings": warnings_of(summary)}
         if band := summary.get("error_band"):
-            found["band"] = one_line(band)
-        found["pictures"] = _pictures(result)
-    return found
+            figures["band"] = one_line(band)
+        figures["pictures"] = _pictures(result)
+    return figures
 
 
 def _shown(row: Figure | str) -> tuple[str, ...]:

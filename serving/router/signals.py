@@ -41,14 +41,14 @@ def parse_metrics(text: str) -> EngineSignals:
     except Exception as error:  # the parser raises ValueError, IndexError, KeyError and others
         raise InputError("metrics", f"not Prometheus' format: {error}"[:200]) from None
     try:
-        found = [values[f"vllm:{name}"] for name in _NAMES]
+        gauges = [values[f"vllm:{name}"] for name in _NAMES]
     except KeyError as missing:
         raise InputError("metrics", f"{missing} is missing", "those of a vLLM engine") from None
-    for name, each, most in zip(_NAMES, found, (_MOST, _MOST, 1.001), strict=True):
+    for name, each, most in zip(_NAMES, gauges, (_MOST, _MOST, 1.001), strict=True):
         for value in each:
             if not 0 <= value <= most:  # neither where it is NaN
                 raise InputError("metrics", f"{name} is {str(value)[:20]}", f"0 to {most:g}")
-    waiting, running, usage = found
+    waiting, running, usage = gauges
     share = min(1.0, sum(usage) / len(usage))
     n_tokens = n_tokens if n_tokens <= _MOST_TOKENS else 0
     return EngineSignals(int(sum(waiting)), int(sum(running)), share, round(share * n_tokens))

@@ -72,13 +72,13 @@ def _union(acts: Actions, engines: range) -> Words:
 
 def _longest(acts: Actions, engines: range) -> tuple[int, int, float]:
     """Return the most output tokens left of a sequence, its engine's batch and mean context."""
-    found = (0, 1, 1.0)
+    longest = (0, 1, 1.0)
     for w in engines:
         n = int(acts.workers["batch"][w])
         if n:
             left = int(acts.cluster.arrays.engines.sequences[w]["tokens_left"][:n].max())
-            found = max(found, (left, n, float(acts.workers["context"][w]) / n))
-    return found
+            longest = max(longest, (left, n, float(acts.workers["context"][w]) / n))
+    return longest
 
 
 def _expert_s(engine: EngineSpec, batch: int, context: float) -> float:

@@ -157,7 +157,7 @@ def elastic_groups(
 
     ``share``: returns engines with what they share, `sharing`. Raises InputError where ranks are
     not filled evenly: KV caches would change."""
-    found, model, spec = [], prepared.model, prepared.spec
+    groups, model, spec = [], prepared.model, prepared.spec
     for number, pool in enumerate(spec.pools):
         engine, shapes = pool.engine, {}
         if not engine.elastic:
@@ -183,8 +183,8 @@ def elastic_groups(
         first = prepared.spec.workers_of(pool.name).start
         experts = model.n_experts, model.n_moe_layers
         pauses = engine.graphs_s, scaling.width_pause
-        found.append(ElasticGroup(number, first, shapes, experts, links, *pauses))
-    return found
+        groups.append(ElasticGroup(number, first, shapes, experts, links, *pauses))
+    return groups
 
 
 def _whole_nodes(width: int, engine_gpus: int, node: int) -> int:

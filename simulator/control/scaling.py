@@ -102,11 +102,11 @@ def _works(
         number = prepared.spec.names.index(pool.name)
         return {width: cache(partial(expected_step, prepared, seed, calibration, number))}
     assert trace is not None, "dense models share no experts"
-    found: dict[int, Callable[[], ExpectedStep]] = {}
+    works: dict[int, Callable[[], ExpectedStep]] = {}
     for width, shape in elastic.shapes.items():
         layout = replace(engine.parallelism, data_parallel_size=width)
         narrow = replace(engine, parallelism=layout, group=shape.cost)
-        found[width] = cache(
+        works[width] = cache(
             partial(ExpectedStep, narrow, shape.placement, trace, elastic.pool == 0)
         )
-    return found
+    return works

@@ -81,21 +81,21 @@ def band_of(
     ``held``: the share of runs, of publishers that were left out when bands of this load were made,
     that lay within (None: not measured)."""
     data = shipped() if bands is None else bands
-    found: dict[str, Any] = {"level": data["level"], "kind": kind._asdict(), "compared": True}
+    band: dict[str, Any] = {"level": data["level"], "kind": kind._asdict(), "compared": True}
     crowd = CROWDS[kind.load == LOADS[-1][1]]
     for metric in METRICS:
         cells = data["metrics"][metric]
         depth = next(d for d in range(len(kind), -1, -1) if " | ".join(kind[:d]) in cells)
         cell = cells[" | ".join(kind[:depth])]
         held = data["held"][metric].get(crowd)
-        found[metric] = cell | {"of": _named(kind, depth), "held": held}
+        band[metric] = cell | {"of": _named(kind, depth), "held": held}
         if metric != "throughput" and depth < ALIKE:
-            found["compared"] = False
+            band["compared"] = False
     if calibrated and crowd == CROWDS[0]:
-        del found["throughput"]
+        del band["throughput"]
         of = {"of": "calibrated on two runs of their model, GPU and launch"}
-        found |= {"compared": True, **{m: c | of for m, c in data["calibrated"].items()}}
-    return found | {"made": data["made"]}
+        band |= {"compared": True, **{m: c | of for m, c in data["calibrated"].items()}}
+    return band | {"made": data["made"]}
 
 
 def _named(kind: Kind, depth: int) -> str:

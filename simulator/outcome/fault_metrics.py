@@ -12,10 +12,10 @@ from eldr_sim.simulator.plane.state import CANCELLED, WORKER_LOST
 from eldr_sim.simulator.setup.config.groups import ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import Fault
 
-#: Requests that end in so many s are as good as before the fault if their share of good ones is so
-#: large a part of that share.
+#: Requests that end in this many seconds are as good as before the fault if their share of good
+#: ones is so large a part of that share.
 _STRETCH_S, _AS_GOOD = 5.0, 0.95
-#: Where no request ends in so many s although so many did before, nobody is served.
+#: If no request ends in this time although some did before, none is served.
 _EXPECTED = 5
 
 

@@ -57,13 +57,13 @@ def weighted_percentile(values: Floats, weights: Array, q: Sequence[float]) -> l
     ranks = [p / 100.0 * float(int(weights.sum()) - 1) for p in q]
     places = np.array([at(rank) for rank in ranks for at in (math.floor, math.ceil)])
     if len(values) > _CHUNK:
-        found = _at_places(values, weights, places)
+        percentiles = _at_places(values, weights, places)
     else:
         order = np.argsort(values)
-        found = values[order][np.searchsorted(np.cumsum(weights[order]) - 1, places)]
+        percentiles = values[order][np.searchsorted(np.cumsum(weights[order]) - 1, places)]
     return [
         float(low + (high - low) * (rank - math.floor(rank)))
-        for rank, (low, high) in zip(ranks, found.reshape(-1, 2), strict=True)
+        for rank, (low, high) in zip(ranks, percentiles.reshape(-1, 2), strict=True)
     ]
 
 

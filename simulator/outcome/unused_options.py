@@ -39,7 +39,7 @@ def unused_options(
     given = _given(config)
     engines = [pool.engine for pool in prepared.spec.pools]
     lines: dict[str, str] = {}
-    for found in (
+    for unused in (
         _of_routers(config, prepared),
         _of_workers(config, prepared, engines, workload, record),
         _of_pools(config),
@@ -47,7 +47,7 @@ def unused_options(
         _of_faults(config, record),
         _of_scaling(config),
     ):
-        for name, why in found:
+        for name, why in unused:
             if name in given:
                 lines.setdefault(name, f"{name} has no effect: {why}")
     return [*lines.values(), *_of_tables(config, prepared), *_late_faults(config, record)]

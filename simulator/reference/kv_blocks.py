@@ -105,13 +105,13 @@ class KVCacheManager:
 
         The last token must be computed: its logits are needed. Where an EAGLE or MTP head drafts
         and KV caches are handed over, the last cached block is computed again."""
-        found = []
+        blocks = []
         for key in self.keys(request, tokens - 1) if self.caching else ():
             block = self.pool.find(key)
             if block is None:
                 break
-            found.append(block)
-        return found[:-1] if self.drops_block else found
+            blocks.append(block)
+        return blocks[:-1] if self.drops_block else blocks
 
     def allocate(
         self, request: Request, tokens: int, ahead: int, reserved: int, chunk: int | None,

@@ -138,15 +138,15 @@ class Router:
 
     def _matched(self, request: Request) -> Ints:
         """Return how many tokens of a prompt each worker's prefix cache holds, never its last."""
-        found = []
+        matched = []
         for w in self.own:
             kv, n = self.cluster.workers[w].scheduler.kv, 0
             for key in request.block_keys[: (request.prompt_len - 1) // kv.size]:
                 if not kv.caching or kv.pool.find(key) is None:
                     break
                 n += 1
-            found.append(n * kv.size)
-        return np.array(found, np.int64)
+            matched.append(n * kv.size)
+        return np.array(matched, np.int64)
 
     def _signature_rows(self, request: Request) -> Ranges:
         """Return the trace rows that a prompt's expert signature is the sum of. Blocks that were
@@ -155,14 +155,14 @@ class Router:
         workload, size = self.cluster.workload, self.cluster.spec.block_size
         kv: Any = self.cluster.workers[request.worker].scheduler.kv
         shared = min(request.found[kv], len(request.block_keys))
-        found = request.tables[kv][:shared]
-        if not found:
+        rows = request.tables[kv][:shared]
+        if not rows:
             if workload.prefix_block_tokens == 0:
                 return ((int(workload.text[request.number]), 0, request.prompt_len),)
             return workload.prompt_ranges(request.number)
         parts: list[tuple[int, int, int]] = []
         start = 0
-        for writer, blocks in groupby(block.writer for block in found):
+        for writer, blocks in groupby(block.writer for block in rows):
             stop = start + size * sum(1 for _ in blocks)
             parts += clip_ranges(workload.prompt_ranges(writer, answer=True), start, stop)
             start = stop

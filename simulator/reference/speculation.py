@@ -35,14 +35,14 @@ class Speculation:
 
     def outputs(self, sequence: Sequence) -> int:
         """Return what a sequence gets: one token, and the drafts that are accepted in turn."""
-        request, found = sequence.request, 0
+        request, n_outputs = sequence.request, 0
         if sequence.drafts:
             share = self._share(request, request.generated)
             kind = request.domain if len(self.drafts.rates) > 1 else 0
-            found = int((share < self.drafts.rates[kind, : sequence.drafts]).sum())
-            self.counts[found] += 1
+            n_outputs = int((share < self.drafts.rates[kind, : sequence.drafts]).sum())
+            self.counts[n_outputs] += 1
             self.counts[-1] += sequence.drafts
-        return min(1 + found, request.output_len - request.generated)
+        return min(1 + n_outputs, request.output_len - request.generated)
 
     def proposed(self, request: Request, batch: int) -> int:
         """Return the drafts of a sequence's next step, in a batch of this many sequences; none

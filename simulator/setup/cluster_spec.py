@@ -152,7 +152,7 @@ class ClusterSpec:
     scheduler: EngineConfig = field(default_factory=EngineConfig)
     #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
     preempt_by_key: bool = False
-    #: Who has waited so long at an engine comes first, whatever the queue keys.
+    #: A request that has waited this long at an engine comes first, whatever the queue keys.
     aging_s: float = math.inf
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0

@@ -112,14 +112,14 @@ class ExpectedStep:
         """Return the share of tokens with any expert on each run of ``size`` ranks."""
         first = np.argmax(self.held > 0, axis=2) // size  # [layers, experts]
         rows = np.ascontiguousarray(trace.bits[_rows(trace, self.computes, _REACHED_ROWS)])
-        found = np.zeros((len(self.shares), -(-self.ranks // size)))
+        reached = np.zeros((len(self.shares), -(-self.ranks // size)))
         for layer, target in enumerate(first):
             words = rows[:, layer].view(np.uint8)
             bits = np.unpackbits(words, axis=-1, bitorder="little")[:, : len(target)]
-            onto = np.zeros((len(target), found.shape[1]), np.float32)
+            onto = np.zeros((len(target), reached.shape[1]), np.float32)
             onto[np.arange(len(target)), target] = 1.0
-            found[layer] = (bits.astype(np.float32) @ onto > 0).mean(axis=0)
-        return found
+            reached[layer] = (bits.astype(np.float32) @ onto > 0).mean(axis=0)
+        return reached
 
     def _by_rank(self, values: FloatArray) -> FloatArray:
         """Sum what experts have, ``[layers, experts]``, over the ranks that hold their parts."""

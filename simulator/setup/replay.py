@@ -36,7 +36,7 @@ class Replay:
     #: and 0 where it has none.
     first_row: Ints
     length: Ints
-    period: int = 0  #: of the trace: a step's tokens then take the first so many rows in turn
+    period: int = 0  #: of the trace: a step's tokens then take this number of first rows in turn
 
     def activation(self, trace_request: int, offset: int, steps: int, n_experts: int) -> Floats:
         """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``, over

@@ -230,15 +230,15 @@ class _Choice(NamedTuple):
 
 def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
     """Return what groups know of a replica choice; without copies of experts it costs nothing."""
-    found = registry.find("replica", parse(word, "replica_choice").name)
-    if found.needs.gathers and all_to_all.backend not in GATHERING:
+    choice = registry.find("replica", parse(word, "replica_choice").name)
+    if choice.needs.gathers and all_to_all.backend not in GATHERING:
         problem = (
-            f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
+            f"{choice.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
             "gather"
         )
         raise InputError("replica_choice", problem, f"--all2all-backend {' or '.join(GATHERING)}")
     number, parameters = (
-        group_state.REPLICA_CHOICES.get(found.name, group_state.ASKED),
+        group_state.REPLICA_CHOICES.get(choice.name, group_state.ASKED),
         registry.parameters("replica", word),
     )
     if not copies or not isinstance(parameters, ChoiceParameters) or not parameters.overhead_us:

@@ -93,26 +93,26 @@ def eldr_map(runner: Runner, quick: bool) -> Reproduction:
     claims = []
     for axis, values in axes.items():
         for value in values:
-            found = []
+            cells = []
             for rate in rates:
                 ours, theirs = (runs[axis, value, rate, p] for p in ("eldr", "jsq"))
                 each = {metric: change(ours, theirs, metric) for metric in (E2E, TPOT, TTFT)}
-                found.append(each[E2E])
+                cells.append(each[E2E])
                 row: dict[str, Any] = {"axis": axis, "value": value, "rate": rate}
                 row |= {"batch": mean(theirs, "mean_decode_batch")}
                 row |= {"experts_a_step": mean(theirs, "mean_active_experts_per_step")}
                 for metric, interval in each.items():
                     row |= spread(f"{metric.removesuffix('_ms')}_%", interval)
                 rows.append(row)
-            even, said = placed(rates, found)
+            even, said = placed(rates, cells)
             for row in rows[-len(rates) :]:
                 row["break_even_rate"], row["pays"] = even, said
-            best = min(range(len(rates)), key=lambda i: found[i].mean)
+            best = min(range(len(rates)), key=lambda i: cells[i].mean)
             spelled = f"{said} {even:.0f}/s" if even is not None else said
             claims.append(
                 Claim(f"{axis} {value}: mean end-to-end time falls, at the best of the rates",
-                      -100.0, -0.1, found[best].mean, tolerance=0.0, stated=False,
-                      reason=f"at {rates[best]:g}/s; {spelled}", interval=found[best][1:])
+                      -100.0, -0.1, cells[best].mean, tolerance=0.0, stated=False,
+                      reason=f"at {rates[best]:g}/s; {spelled}", interval=cells[best][1:])
             )  # fmt: skip
     title = "ELDR against jsq, mean end-to-end time, %; black: break-even (not in the paper)"
     return Reproduction("map", title, rows, claims, _drawn(rows))

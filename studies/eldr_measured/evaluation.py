@@ -263,14 +263,14 @@ def _goals(pairs: Sequence[Pair], kernels: Kernels) -> list[Claim]:
 def _again(pairs: Sequence[Pair]) -> float:
     """Return in how many groups a repeat of the measurement would be in order, mean of 200."""
     rng, metric = np.random.default_rng(0), METRICS["tpot_p50"]
-    found = []
+    ratios = []
     for _ in range(200):
         again = []
         for cell, _ in pairs:
             seen = cell.measured["tpot_p50"] * (1 + _SCATTER * rng.standard_normal())
             again.append((cell, {"streamed_by_prefill": {metric: seen}}))
-        found.append(_orders(again)[0])
-    return float(np.mean(found))
+        ratios.append(_orders(again)[0])
+    return float(np.mean(ratios))
 
 
 def _orders(pairs: Sequence[Pair], beside: bool = False) -> tuple[int, int]:

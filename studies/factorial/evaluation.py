@@ -159,16 +159,16 @@ def contrasts() -> dict[str, dict[Cell, float]]:
 
 def _weights(levels: Mapping[str, str]) -> dict[Cell, float]:
     """Return the weights of an effect of one factor's level, or of two factors'."""
-    found = {}
+    weights = {}
     for cell in CELLS:
         weight = 1.0
         for factor, level in levels.items():
             own, base = getattr(cell, factor), getattr(PLAIN, factor)
             weight *= {level: 1.0, base: -1.0}.get(own, 0.0)
         if weight:
-            found[cell] = weight
-    scale = len(found) / 2 ** len(levels)
-    return {cell: weight / scale for cell, weight in found.items()}
+            weights[cell] = weight
+    scale = len(weights) / 2 ** len(levels)
+    return {cell: weight / scale for cell, weight in weights.items()}
 
 
 def _effect(

@@ -82,13 +82,17 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
                     waits[order].append(_waits(simulate(config).record.requests))
             for order in ORDERS[1:]:
                 ratio = np.array(waits[order]) / np.array(waits["fcfs"])
-                found = [t_interval(ratio[:, i].tolist()) for i in range(4)]
+                intervals = [t_interval(ratio[:, i].tolist()) for i in range(4)]
                 rows.append(
                     {"bound": bound, "correlation": r, "order": order, "rate": rate}
                     | {"fcfs_wait_ms": 1e3 * float(np.mean([w[0] for w in waits["fcfs"]]))}
-                    | {"wait": found[0].mean, "low": found[0].low, "high": found[0].high}
-                    | {"ttft": found[1].mean, "p99_ttft": found[2].mean}
-                    | {"longest_prompts_ttft": found[3].mean}
+                    | {
+                        "wait": intervals[0].mean,
+                        "low": intervals[0].low,
+                        "high": intervals[0].high,
+                    }
+                    | {"ttft": intervals[1].mean, "p99_ttft": intervals[2].mean}
+                    | {"longest_prompts_ttft": intervals[3].mean}
                 )
 
     draw = field(rows, "correlation", "bound", "wait", "order")
@@ -205,14 +209,15 @@ def tpot(experiment: Experiment) -> Reproduction:
                 for label, system in {"vLLM": VLLM, "Gimbal": _PAIRS}.items()
             }
         )
-        found = change(runs["Gimbal"], runs["vLLM"], TPOT)
+        tpot_cut = change(runs["Gimbal"], runs["vLLM"], TPOT)
         row: dict[str, Any] = {"rate": rate}
         row |= {metric: mean(runs["vLLM"], metric) for metric in (TTFT, P99, TPOT)}
-        rows.append(row | spread("tpot_%", found))
+        rows.append(row | spread("tpot_%", tpot_cut))
         cut = latency.TPOT_CUT[shape]
         claims.append(
             paired_claim(f"mean TPOT, Gimbal with two pairs and 500 tokens, {rate:g}/s", cut, cut,
-                         found, f"vLLM: p99 TTFT {row[P99] / 1e3:.1f} s, TPOT {row[TPOT]:.0f} ms")
+                         tpot_cut,
+                         f"vLLM: p99 TTFT {row[P99] / 1e3:.1f} s, TPOT {row[TPOT]:.0f} ms")
         )  # fmt: skip
     draw = bars(rows, "rate", "tpot_%")
     return Reproduction("tpot", "Gimbal's TPOT at fixed rates", rows, claims, draw)

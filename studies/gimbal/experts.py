@@ -45,7 +45,7 @@ def _even(load: Any, placement: Any, n_ranks: int) -> float:
 def figure_3() -> Reproduction:
     """Load of experts by layer: which layers are skewed, and what two GPUs feel of it."""
     rows: list[dict[str, Any]] = []
-    found = 0
+    n_found = 0
     for name in TRACES:
         trace = open_trace(name)
         load = _load(trace)
@@ -53,7 +53,7 @@ def figure_3() -> Reproduction:
         calibration = calibration_of(trace, np.arange(trace.n_requests))
         if name == _REAL:
             most = np.argsort(-skew, kind="stable")[: len(skew) // 4].tolist()
-            found = sum(layer in most for layer in SKEWED)
+            n_found = sum(layer in most for layer in SKEWED)
         two = Cluster(1, 2)
         even = {w: _even(load, place(trace, calibration, w, two, 0), 2) for w in ("linear", "eplb")}
         for layer, value in enumerate(skew.tolist()):
@@ -66,7 +66,7 @@ def figure_3() -> Reproduction:
     gain = [r["busiest_of_2_gpus_linear"] - 1 for r in first.values()]
     claims = [
         Claim("layers 16, 18, 44, 45, 46 are skewed: how many are in our most skewed quarter", 5, 5,
-              found, "layers", 0.0, "Qwen3-30B-A3B, 4,010 prompt tokens; 1.25 by chance"),
+              n_found, "layers", 0.0, "Qwen3-30B-A3B, 4,010 prompt tokens; 1.25 by chance"),
         Claim("load over the mean on the busier of 2 GPUs, linear: largest of our traces", 1.0,
               100.0, 100 * max(gain), "%", 0.0, stated=False, neutral=None,
               reason=", ".join(f"{n} {100 * g:.1f}%" for n, g in zip(TRACES, gain, strict=True))),

@@ -114,7 +114,7 @@ def figure_1b(evaluation: Evaluation) -> Reproduction:
         batches = evaluation.batches(source, TWO_BY_TWO, "prefill")
         node, choice = TWO_BY_TWO.node_of_rank, replica_choice("weighted")
         base = measure(batches, groups, choice, node).load_std
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for name, score in (("active", load), ("collaborative", breadth(affinity))):
             for part in (1 / 32, 1 / 16, 1 / 8, 1 / 4):
                 n = max(1, round(part * load.shape[1]))
@@ -123,12 +123,12 @@ def figure_1b(evaluation: Evaluation) -> Reproduction:
                 rows.append(
                     {"trace": source.label, "copied": name, "experts": n, "std_change": change}
                 )
-                found[name] = min(found.get(name, np.inf), change)
-        ours, best = found["active"] - found["collaborative"], "best number of each"
+                shares[name] = min(shares.get(name, np.inf), change)
+        ours, best = shares["active"] - shares["collaborative"], "best number of each"
         claims.append(
             Claim("copies of active experts even the load more than of collaborative ones, "
                   f"{best}, {source.label}", -100.0, 0.0, ours, "points", 0.0,
-                  f"active {found['active']:+.1f}%, collaborative {found['collaborative']:+.1f}%",
+                  f"active {shares['active']:+.1f}%, collaborative {shares['collaborative']:+.1f}%",
                   stated=False)
         )  # fmt: skip
     draw = lines(rows, "experts", "std_change", "copied", "trace", xlabel="experts copied")

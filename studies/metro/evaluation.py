@@ -59,14 +59,14 @@ class _Traces:
         """Return every routing that stands for a dataset on a model."""
         domain, model, n = dataset.domain, setup.model, setup.n_gpus
         preset = self.preset(model, domain)
-        found = [Routing(f"preset {model}, {domain}", model, n, preset, domain)]
+        routings = [Routing(f"preset {model}, {domain}", model, n, preset, domain)]
         if load_model(model).n_experts == 128 and load_model(model).top_k == 8:
             embedded = open_trace(REFERENCE_TRACE)
-            found.append(Routing(f"embedded, {domain}", model, n, embedded, domain))
+            routings.append(Routing(f"embedded, {domain}", model, n, embedded, domain))
         if model == "Qwen3-30B-A3B":
             served = open_trace(_REAL_TRACE)
-            found.append(Routing("recorded Qwen3-30B", model, n, served, "sharegpt"))
-        return found
+            routings.append(Routing("recorded Qwen3-30B", model, n, served, "sharegpt"))
+        return routings
 
     def case(self, setup: Setup, dataset: Dataset, own: Routing, shrink: int) -> Case:
         """Return a case with the log of its requests."""

@@ -50,7 +50,7 @@ def _layouts(n_gpus: int) -> list[Parallelism]:
 
 def points(setup: Setup, routing: Routing, n_batches: int) -> list[Point]:
     """Return every configuration of a set-up: batch, layout, ratio and choice."""
-    found = []
+    made_points = []
     for layout in _layouts(setup.n_gpus):
         step_time = steps_of(setup.model, load_gpu(setup.gpu), layout)
         for batch in BATCHES[setup.model]:
@@ -62,8 +62,8 @@ def points(setup: Setup, routing: Routing, n_batches: int) -> list[Point]:
                     seconds = step_s(routing, step_time, drawn, ratio, choice)
                     case = f"{setup.model}, {routing.domain}", ratio, choice, _named(layout), batch
                     rate = batch / seconds / layout.n_gpus
-                    found.append(Point(*case, 1e3 * seconds, rate))
-    return found
+                    made_points.append(Point(*case, 1e3 * seconds, rate))
+    return made_points
 
 
 def _named(layout: Parallelism) -> str:
@@ -163,14 +163,14 @@ def forms(cases: Sequence[tuple[Setup, Routing]], measured: Case, n_batches: int
             for choice, own in times.items():
                 ratio = 1.0 if choice == "none" else 1.5
                 own.append(step_s(routing, step_time, drawn, ratio, choice, **told))
-        found = paired_percent(times[metro], times["EPLB"])
+        difference = paired_percent(times[metro], times["EPLB"])
         split = paired_percent(times["EPLB"], times["none"])
         rows.append(
             {"model": setup.model, "gpus": f"{setup.n_gpus} {setup.gpu}", "routing": routing.name}
-            | {"form": name, **spread("METRO against EPLB, %", found)}
+            | {"form": name, **spread("METRO against EPLB, %", difference)}
             | spread("EPLB against no copies, %", split)
         )
-        return found
+        return difference
 
     claims = []
     for form in FORMS:

@@ -97,18 +97,18 @@ def async_ep(cell: Cell, n_gpus: int) -> Strategy:
 def engine_baselines(cell: Cell, n_gpus: int) -> list[System]:
     """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS. In the place of TP+TP
     two workers, where blocks of FP8 weights cannot be cut as often."""
-    found = []
+    systems = []
     for kind in ("pp", "tp_ep"):
         strategy = Strategy(kind)
         fields = strategy.fields(n_gpus)
         if n_gpus > 1 and fits(cell, fields):
-            found.append(System(strategy.label, fields))
+            systems.append(System(strategy.label, fields))
     for workers in (1, 2):
         size = n_gpus // workers
         fields = Strategy("tp").fields(size) | {"topology": f"{workers}P"}
         if size > 1 and fits(cell, fields):
-            return [*found, System("TP+TP" if workers == 1 else f"2 x TP{size}", fields)]
-    return found
+            return [*systems, System("TP+TP" if workers == 1 else f"2 x TP{size}", fields)]
+    return systems
 
 
 def dispatching(cell: Cell, n_gpus: int, context: int) -> System | None:
@@ -168,14 +168,17 @@ def run_budgets(
             if fits(cell, fields):
                 keys.append((system.label, budget))
                 cases.append(COMMON | cell.fields | fields | requests)
-    found: dict[str, dict[int, Summary]] = {}
+    by_budget: dict[str, dict[int, Summary]] = {}
     for (label, budget), summary in zip(keys, runner.run(cases), strict=True):
         if summary["completed"]:
-            found.setdefault(label, {})[budget] = summary
-    for label, made in found.items():  # more activations leave too little KV cache for some prompts
+            by_budget.setdefault(label, {})[budget] = summary
+    for (
+        label,
+        made,
+    ) in by_budget.items():  # more activations leave too little KV cache for some prompts
         fewest = min(summary["failed"] for summary in made.values())
-        found[label] = {b: each for b, each in made.items() if each["failed"] == fewest}
-    return found
+        by_budget[label] = {b: each for b, each in made.items() if each["failed"] == fewest}
+    return by_budget
 
 
 def best_budget(made: dict[int, Summary]) -> int:

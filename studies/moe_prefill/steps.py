@@ -148,7 +148,7 @@ def best_backend(model: str, gpu: str | GPU, n_gpus: int, context: int) -> tuple
 def each_rate(model: str, gpu: str, n_gpus: int, tokens: int, links: float) -> dict[str, float]:
     """Return the tokens a second of each strategy that can share the model, ``tokens`` a GPU and
     step (a pipeline's stage), prompts of 512."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for kind in KINDS:
         for backend in BACKENDS if kind == "dp_ep" else BACKENDS[:1]:
             strategy = Strategy(kind, backend, links=links)
@@ -157,5 +157,5 @@ def each_rate(model: str, gpu: str, n_gpus: int, tokens: int, links: float) -> d
                 made = rate(strategy, model, gpu, n_gpus, budget, min(512, tokens))
             except InputError:
                 continue
-            found[kind] = max(found.get(kind, 0.0), made.tokens_per_s)
-    return found
+            rates[kind] = max(rates.get(kind, 0.0), made.tokens_per_s)
+    return rates

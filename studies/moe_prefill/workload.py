@@ -128,14 +128,14 @@ def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
 def shareable_tokens(prompts: Sequence[Prompt]) -> int:
     """Return the tokens, in whole blocks but the last, that a cache without limit would spare."""
     held: set[int] = set()
-    found = 0
+    shareable = 0
     for prompt in prompts:
         for block in prompt.blocks[: (prompt.tokens - 1) // BLOCK_TOKENS]:
             if block not in held:
                 break
-            found += BLOCK_TOKENS
+            shareable += BLOCK_TOKENS
         held.update(prompt.blocks)
-    return found
+    return shareable
 
 
 def write_log(

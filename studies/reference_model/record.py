@@ -89,16 +89,16 @@ def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordCon
         for d, name in enumerate(documents.domains):
             longest = max(config.prompt_lengths)
             rounds = _windows(encode(tokenizer, texts[name]), longest, rng)
-            found = [(window, turn) for turn, row in enumerate(rounds) for window in row]
-            if len(found) < need[d]:
+            windows = [(window, turn) for turn, row in enumerate(rounds) for window in row]
+            if len(windows) < need[d]:
                 raise InputError(
                     f"{name}.txt",
-                    f"its {len(texts[name])} {part} documents hold {len(found)} prompts of "
+                    f"its {len(texts[name])} {part} documents hold {len(windows)} prompts of "
                     f"{longest} tokens, {need[d]} are asked for",
                     "fewer requests, or more held-out documents",
                 )
-            most = max(most, *(turn + 1 for _, turn in found[: need[d]]))
-            cut.append([window for window, _ in found[: need[d]]])
+            most = max(most, *(turn + 1 for _, turn in windows[: need[d]]))
+            cut.append([window for window, _ in windows[: need[d]]])
         for i in range(max(need)):
             for d in range(n):
                 if i < need[d]:

@@ -4,11 +4,16 @@ import json
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
+from eldr_sim import charts
 from eldr_sim.charts import PALETTE
+from studies import one_picture
 
 from ..on_each import on_each
 from ..paths import ROOT
+from .drawn import drawings, faults
+from .test_claims import render
 
 PICTURE = ROOT / "docs" / "images" / "same_requests.png"
 FIGURES = json.loads(PICTURE.with_suffix(".json").read_text())
@@ -87,15 +92,79 @@ def test_a_picture_has_a_command_or_a_date(path):
         assert re.search(r"20\d\d", caption), caption
 
 
-def test_no_label_is_small():
-    """Of what draws pictures, in points."""
-    small = []
-    for folder in ("_eldr_sim", "reports", "validation", "studies", "docs", "simulator"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for size in re.findall(r"(?:font|label)_?size=(\d+)", path.read_text()):
-                if int(size) < 8:
-                    small.append(f"{path.relative_to(ROOT)}: {size}")
-    assert small == []
+SMALL = ("--trace", "reference-moe", "--topology", "1P2D", "--num-requests", "60", "--warmup", "1",
+         "--request-rate", "40", "--output-len", "40")  # fmt: skip
+
+
+def faults_of(made):
+    found = {f"{n}: {figure.get_suptitle()}": faults(figure) for n, figure in enumerate(made)}
+    return {name: bad for name, bad in found.items() if bad}
+
+
+@pytest.mark.slow
+def test_pictures_of_runs_can_be_read(run_cli, monkeypatch, tmp_path):
+    """Pictures of the pages, drawn by their code at a small size: no label below 8 points, the
+    colours of one palette, and a legend, colour bar or label that explains them."""
+    with drawings(monkeypatch) as made:
+        for policy, more in (("jsq", ["--fail", "decode:1@1s+1s", "--plot"]), ("eldr", [])):
+            code, _, err = run_cli(
+                "run", *SMALL, "--policy", policy, *more, "--out", tmp_path / policy
+            )
+            assert code == 0, err
+        runs = len(made)
+        assert (
+            run_cli("trace", "inspect", "reference-moe", "--plot", "--out", tmp_path / "i")[0] == 0
+        )
+        assert 3 < runs < len(made)
+        one_picture.main([tmp_path / "jsq", tmp_path / "eldr"], tmp_path / "same.png")
+    assert faults_of(made) == {}
+
+
+def test_pictures_of_claims_can_be_read(monkeypatch, tmp_path):
+    rows = render.read()
+    monkeypatch.setattr(render, "DOCS", tmp_path)
+    with drawings(monkeypatch) as made:
+        for page in {row["page"] for row in rows}:
+            render.picture(page, rows)
+    assert len(made) >= 9
+    assert faults_of(made) == {}
+
+
+ROWS = [
+    {"x": x, "y": y, "tpot": 10.0 * x + y, "best": ("jsq", "eldr")[(x + y) % 2], "policy": policy}
+    for x in range(3) for y in range(3) for policy in ("jsq", "eldr")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        charts.lines(ROWS, "x", "tpot", by="policy", panel="y"),
+        charts.bars(ROWS, "x", "tpot", by="policy"),
+        charts.field(ROWS[::2], "x", "y", "tpot"),
+        charts.field(ROWS[::2], "x", "y", "best", spell="{}"),
+    ],
+)
+def test_studies_draw_pictures_that_can_be_read(draw, monkeypatch, tmp_path):
+    with drawings(monkeypatch) as made:
+        charts.write_picture(tmp_path / "a.png", draw)
+    assert faults(made[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("draw", "fault"),
+    [
+        (lambda axes: axes.set_xlabel("batch", fontsize=7), "7 points"),
+        (lambda axes: axes.plot([1, 2], color="#00ff00"), "not of the palette"),
+        (lambda axes: [axes.plot([1, n], color=PALETTE[n]) for n in (1, 2)], "no legend"),
+        (lambda axes: axes.imshow([[1.0, 2.0]], cmap="Blues"), "no colour bar"),
+        (lambda axes: axes.imshow([[1.0, 2.0]], cmap="jet"), "colour map"),
+    ],
+)
+def test_a_bad_picture_is_found(draw, fault):
+    figure = Figure()
+    draw(figure.subplots())
+    assert any(fault in text for text in faults(figure))
 
 
 def test_pictures_and_reports_have_one_palette():

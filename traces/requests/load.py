@@ -41,7 +41,7 @@ class Load:
     seed: int = 0  #: non-negative integer
     #: Weights of the domains, in place of `texts.DOMAIN_MIXES` or the served texts' own shares.
     domain_mix: Mapping[str, float] | None = None
-    #: Weights towards which these move evenly, in so many seconds, or else to the last request.
+    #: Weights towards which these move evenly, in this many seconds, or else to the last request.
     domain_mix_end: Mapping[str, float] | None = None
     drift_s: float | None = None
     #: Of a named workload: a prompt for each request, or one for each text (``shared``).
@@ -62,7 +62,7 @@ class Load:
     prompt_lengths: Literal["trace", "data_sets"] = "trace"
     #: Draw the lengths given from a range of this half-width, as a share (`lengths`).
     range_ratios: tuple[float, float] = (0.0, 0.0)
-    #: Every prompt begins with so many tokens more, of one of so many prefixes by chance.
+    #: Every prompt begins with this many tokens more, of a random one of the prefixes.
     prefix_len: int = 0
     num_prefixes: int = 1
     #: Replay this part of a log instead of taking ``horizon_s`` or ``num_requests`` of it.

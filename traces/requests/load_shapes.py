@@ -89,19 +89,19 @@ def load_shape(text: str, time_unit: str | None = None) -> LoadShape:
 def _known(text: str, _changed: int, time_unit: str | None) -> LoadShape:
     kind, _, rest = text.partition(":")
     if kind in ("sine", "sin") and rest:
-        found = _sine(text, rest)
+        shape = _sine(text, rest)
     elif kind == "ladder" and rest:
         values, _, lasts = rest.partition("@")
         each = _positive(text, lasts)
         rates = _numbers(text, values)
-        found = LoadShape(np.arange(len(rates) + 1.0) * each, np.array(rates))
+        shape = LoadShape(np.arange(len(rates) + 1.0) * each, np.array(rates))
     elif Path(text).is_file():
-        found = _rates(text) or _of_counts(text) or _of_log(text, time_unit)
+        shape = _rates(text) or _of_counts(text) or _of_log(text, time_unit)
     else:
         raise InputError("load", f"{text!r} is neither a shape nor a file", _ALLOWED)
-    if not (found.rates >= 0.0).all() or not np.isfinite(found.rates).all() or found.mean <= 0.0:
+    if not (shape.rates >= 0.0).all() or not np.isfinite(shape.rates).all() or shape.mean <= 0.0:
         raise InputError("load", f"{text}: rates", "numbers from 0 on, not all 0")
-    return found
+    return shape
 
 
 def _numbers(text: str, values: str) -> list[float]:

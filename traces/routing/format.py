@@ -77,7 +77,7 @@ class RoutingTrace:
     is_calibration: NDArray[np.bool_]
     #: The gate's scores summed over prompts, or None where the trace carries none.
     gate_scores: GateScores | None = None
-    #: Of each token's experts, take so many that the gate ranked first (`with_top_k`); None: all.
+    #: Of each token's experts, take this many that the gate ranked first (`with_top_k`); None: all.
     kept_top_k: int | None = None
     #: Opens the trace of the calibration split, where that lies in a folder of its own.
     calibration_apart: Callable[[], "RoutingTrace"] | None = field(default=None, repr=False)

@@ -44,20 +44,20 @@ class GateScores:
 
 def of_kind(scores: GateScores | None, kind: _Kind) -> tuple[Ints, NDArray[np.float32]]:
     """Return the requests that have a score, ``[m]``, and the scores; raises InputError."""
-    found: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
-    if scores is None or found is None:
+    chosen: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
+    if scores is None or chosen is None:
         raise InputError(
             "signature",
             f"gate-{kind} needs the gate's scores, and the routing trace carries no {kind} "
             f"in {FILE_NAME}",
             "a transform of the counts, or a trace captured with gate scores",
         )
-    return scores.requests, found
+    return scores.requests, chosen
 
 
 def select(scores: GateScores | None, requests: ArrayLike, kind: _Kind) -> NDArray[np.float32]:
     """Return gate scores, float32 ``[n, n_layers, n_experts]``; raises InputError if one lacks."""
-    covered, found = of_kind(scores, kind)
+    covered, chosen = of_kind(scores, kind)
     wanted = np.asarray(requests, dtype=np.int64)
     place = np.minimum(np.searchsorted(covered, wanted), len(covered) - 1)
     missing = int(np.count_nonzero(covered[place] != wanted))
@@ -68,7 +68,7 @@ def select(scores: GateScores | None, requests: ArrayLike, kind: _Kind) -> NDArr
             f"trace lacks those of {missing}",
             "a transform of the counts, or a trace with the gate scores of every request it needs",
         )
-    return found[place]
+    return chosen[place]
 
 
 def write(path: Path, scores: GateScores) -> None:

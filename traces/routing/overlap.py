@@ -26,9 +26,9 @@ class Overlap:
     #: By layer: load of the busiest expert over the mean; its standard deviation over the mean.
     load_max_over_mean: list[float]
     load_cv: list[float]
-    #: Expected distinct experts a layer of one random token of each of so many requests, exact.
+    #: Expected distinct experts a layer of one random token of each of a number of requests, exact.
     mixed: dict[int, float]
-    #: The same of so many consecutive tokens of one request; each request counts alike.
+    #: The same of a number of consecutive tokens of one request; each request counts alike.
     one_request: dict[int, float]
     #: Cosine of the expert counts (of all layers) of two requests: its quantiles, by percent.
     cosine_between: dict[int, float]

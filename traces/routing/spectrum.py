@@ -40,7 +40,7 @@ class RequestSpectrum:
 
     requests: int  #: requests that they are of
     variance: float  #: variance between requests, in shares of a token's experts
-    components: dict[int, float]  #: share of the variance in so many of the greatest components
+    components: dict[int, float]  #: share of the variance in a number of the greatest components
     dimensions: float  #: effective dimensions
     #: Share that the domain explains; None where there is one domain, or one request a domain.
     label: float | None
@@ -90,13 +90,13 @@ def spectrum_of(halves: Floats, domain: NDArray[np.integer], top_k: int) -> Requ
     flat = halves.reshape(2, n, -1)
     about = flat - flat.mean(axis=1, keepdims=True)
     total = float(np.einsum("ra,ra->", about[0], about[1])) / (n - 1)
-    found, group, size = np.unique(domain, return_inverse=True, return_counts=True)
+    domains, group, size = np.unique(domain, return_inverse=True, return_counts=True)
     label = None
-    if 1 < len(found) < n:
-        member = np.eye(len(found))[group]
+    if 1 < len(domains) < n:
+        member = np.eye(len(domains))[group]
         mean = member @ (np.einsum("rd,hra->hda", member, flat) / size[:, None])
         within = float(np.einsum("ra,ra->", flat[0] - mean[0], flat[1] - mean[1]))
-        label = 1 - within / (n - len(found)) / total if total > 0 else None
+        label = 1 - within / (n - len(domains)) / total if total > 0 else None
     values, _ = principal_components(halves)
     spread = float((values**2).sum())
     return RequestSpectrum(

@@ -59,18 +59,18 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
         ids = np.array(trace.experts[rows[start : start + _CHUNK_ROWS]])
         for name, joint in joints.items():
             _count_pairs(ids, 1 if name == "top-1" else trace.top_k, joint)
-    found = []
+    entropies = []
     for name, joint in joints.items():
         share = joint / joint.sum(axis=(1, 2), keepdims=True)
         both = _entropy(share.reshape(len(share), -1))
-        found.append(
+        entropies.append(
             NextLayer(
                 of=name,
                 entropy=_entropy(share.sum(axis=1)).tolist(),
                 conditional=(both - _entropy(share.sum(axis=2))).tolist(),
             )
         )
-    return found
+    return entropies
 
 
 def transitions(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all") -> Ints:

@@ -26,7 +26,7 @@ from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, PRIOR,
 
 LEVEL = 0.8
 _MOST = 12
-#: No band is narrower: runs repeated on another day differ by so much (`silicon.REPEATABILITY`).
+#: No band is narrower: runs repeated on another day differ by this much (`silicon.REPEATABILITY`).
 _LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
 _Cell = tuple[str, ...]
 
@@ -147,13 +147,13 @@ def beyond(few: Sequence[Residual], many: Sequence[Residual]) -> dict[_Cell, Cel
     """Return the bands of runs of more than 256 requests in flight: of each cell the hull of the
     cell's residuals and of the band of the narrowest cell of fewer requests that is like it."""
     within = cells_within(few)
-    found = {}
+    cells = {}
     for path, cell in cells_of(many).items():
         alike = (LOADS[-2][1], *path[1:]) if path else path
         other = next((within[alike[:d]] for d in range(len(alike), -1, -1) if alike[:d] in within),
                      cell)  # fmt: skip
-        found[path] = cell._replace(low=min(cell.low, other.low), high=max(cell.high, other.high))
-    return found
+        cells[path] = cell._replace(low=min(cell.low, other.low), high=max(cell.high, other.high))
+    return cells
 
 
 def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) -> Coverage:
@@ -163,14 +163,14 @@ def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) 
     by_publisher: dict[str, tuple[int, float]] = {}
     for name, left, others in _left_out(judged):
         if few is None:
-            found = cells_within(others)
+            cells = cells_within(others)
         else:
-            found = beyond([each for each in few if each.publisher != name], others)
+            cells = beyond([each for each in few if each.publisher != name], others)
         alike = [each._replace(kind=_ALL) for each in others]
         whole = cell_of(cells_within(alike), _ALL)
         own = list[bool]()
         for each in left:
-            cell = cell_of(found, each.kind)
+            cell = cell_of(cells, each.kind)
             own.append(cell.low <= each.value <= cell.high)
             widths.append(cell.high - cell.low)
             flat.append(whole.high - whole.low)

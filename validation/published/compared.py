@@ -31,7 +31,7 @@ class ComparedRow(NamedTuple):
 def compared_rows(folder: Path) -> list[ComparedRow]:
     """Return the rows of both records that a folder has predictions of, without those that a
     constant was fitted on and those in doubt; raises InputError where there are none."""
-    found = []
+    compared = []
     predictions = read_journal(folder / OF_RUNS)
     for run in runs.read_runs():
         what = predictions.get(run.name)
@@ -39,7 +39,9 @@ def compared_rows(folder: Path) -> list[ComparedRow]:
             kind = runs.kind_of_run(run, what["in_flight"])
             common = tuple(run.row.get(name, "") for name in _COMMON)
             own = " ".join(run.row[name] for name in ("engine", "launch"))
-            found.append(ComparedRow(run.row["publisher"], kind, run.measured, what, common, own))
+            compared.append(
+                ComparedRow(run.row["publisher"], kind, run.measured, what, common, own)
+            )
     older = read_journal(folder / OF_RECORD)
     for row in record.read() if older else ():
         what = None if row.run is None else older.get(row.key)
@@ -49,7 +51,7 @@ def compared_rows(folder: Path) -> list[ComparedRow]:
             load = case.concurrency, case.input_len, case.output_len
             common = (row.target, case.gpu, row.labels["engine"], *map(str, load))
             kind = record.kind_of_row(row)
-            found.append(ComparedRow(by, kind, row.measured, what, common, str(case)))
-    if not found:
+            compared.append(ComparedRow(by, kind, row.measured, what, common, str(case)))
+    if not compared:
         raise InputError("folder", f"{folder} has no predictions", "one of validate published")
-    return found
+    return compared

@@ -73,7 +73,7 @@ def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], l
         raise InputError("compare", problem, "a file that --freeze wrote") from None
     if checksum(content) != known:
         raise InputError("compare", f"{path} was changed after it was frozen", "as written")
-    found = []
+    compared = []
     for run in runs:
         row = rows.get(run.name)
         if row is None:
@@ -84,14 +84,14 @@ def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], l
         if row["launch"] != _launch(run):
             raise InputError("compare", f"{run.name} has another launch line now", "as frozen")
         if isinstance(row["prediction"], dict):
-            found += [
+            compared += [
                 Compared(run.name, metric, measured, row["prediction"][metric])
                 for metric, measured in run.measured.items()
                 if row["prediction"].get(metric)
             ]
-    if not found:
+    if not compared:
         raise InputError("compare", f"no row of {path} has a measurement now", "rows with some")
-    return content, found
+    return content, compared
 
 
 def _launch(run: PublishedRun) -> dict[str, str]:

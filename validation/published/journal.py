@@ -29,8 +29,8 @@ def predicted(
     ``journal``: None keeps nothing; ``jobs``: processes, number of CPUs when None."""
     from joblib import Parallel, delayed  # takes long to import
 
-    found = {} if journal is None else read_journal(journal)
-    todo = {key: task for key, task in tasks.items() if key not in found}
+    predictions = {} if journal is None else read_journal(journal)
+    todo = {key: task for key, task in tasks.items() if key not in predictions}
     calls = (delayed(_timed)(key, task) for key, task in todo.items())
     made: Any = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)
     try:
@@ -38,14 +38,14 @@ def predicted(
             journal.parent.mkdir(parents=True, exist_ok=True)
         with open(journal or os.devnull, "a", encoding="utf-8") as file:
             for done, (key, what, cpu_s) in enumerate(made(calls), 1):
-                found[key] = what
+                predictions[key] = what
                 entry = {"key": key, "found": what, "cpu_s": round(cpu_s, 2)}
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 progress(done / len(todo))
     except OSError as error:
         raise InputError("out", f"cannot write {journal}: {error.strerror}") from None
-    return found
+    return predictions
 
 
 def kept(folder: Path, *journals: str) -> str:

@@ -34,7 +34,7 @@ COMMIT = "c4f0340"
 OTHERS = ("blis_trained", "blis_evolved", "blis_roofline", "llm_optimizer")
 PROMPTS = 100  # different ones, sent in turn
 BLOCK = 16
-#: Requests of stage 0 came within so many seconds.
+#: Requests of stage 0 came within this many seconds.
 _STAGE_S = {"general": 600.0, "codegen": 600.0, "roleplay": 1200.0}
 #: Tokens that each request generated; the files count those of its text, tokenised again.
 _OUTPUT = {"general": 248, "codegen": 247, "roleplay": 251}

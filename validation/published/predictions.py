@@ -45,15 +45,15 @@ def predict(
     Returns a row a run and figure: labels, ``metric``, ``measured_ms``, ``predicted_ms``, errors in
     %, other estimators' too, and predicted parts, ms. ``begin``: given a folder to work in, returns
     what predicts a configuration's figures, of which parts begin with ``part_``."""
-    cases, found = list(dict.fromkeys(row.case for row in rows)), {}
+    cases, predictions = list(dict.fromkeys(row.case for row in rows)), {}
     with TemporaryDirectory() as folder:
         figures_of = begin(Path(folder))
         for done, case in enumerate(cases, 1):
-            found[case] = figures_of(case)
+            predictions[case] = figures_of(case)
             progress(done / len(cases))
     records: list[dict[str, Any]] = []
     for row in rows:
-        figures = found[row.case]
+        figures = predictions[row.case]
         parts = {f"{k.removeprefix('part_')}_ms": v for k, v in figures.items() if "part_" in k}
         for metric, measured in row.measured.items():
             predicted = figures[metric]

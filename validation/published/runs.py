@@ -66,7 +66,7 @@ class PublishedRun:
     def measured(self) -> dict[str, float]:
         """What was measured: ``ttft`` and ``tpot``, ms, ``throughput``, output tokens/s; without
         those in doubt."""
-        found = {
+        figures = {
             name: float(self.row[column])
             for name, column in zip(FIGURES, MEASURED, strict=True)
             if self.row.get(column)
@@ -74,8 +74,8 @@ class PublishedRun:
         if self.doubt:
             return {}
         if self.row.get("ttft_doubt"):
-            found.pop("ttft", None)
-        return {name: value for name, value in found.items() if value > 0.0}
+            figures.pop("ttft", None)
+        return {name: value for name, value in figures.items() if value > 0.0}
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the run that predicts it; raises InputError where none does."""
@@ -116,9 +116,9 @@ def read_runs(path: Path | None = None) -> list[PublishedRun]:
     missing = [name for name in _NEEDED if not lines or name not in lines[0]]
     if missing:
         raise InputError("rows", f"{path} lacks {', '.join(missing)}", ", ".join(_NEEDED))
-    found = [PublishedRun({k: (v or "").strip() for k, v in line.items() if k}) for line in lines]
+    runs = [PublishedRun({k: (v or "").strip() for k, v in line.items() if k}) for line in lines]
     names = set[str]()
-    for run in found:
+    for run in runs:
         if not run.name or run.name in names:
             raise InputError("rows", f"name {run.name!r} is empty or repeated", "a name a row")
         names.add(run.name)
@@ -131,7 +131,7 @@ def read_runs(path: Path | None = None) -> list[PublishedRun]:
             except ValueError:
                 problem = f"{column} of {run.name} is {run.row[column]!r}"
                 raise InputError("rows", problem, "a number, or nothing") from None
-    return found
+    return runs
 
 
 def predict(run: PublishedRun) -> dict[str, float] | str:
@@ -146,15 +146,15 @@ def predict(run: PublishedRun) -> dict[str, float] | str:
         return f"{error.field}: {error.problem}"
     if not summary["completed"]:
         return "no request completed"
-    found = {"throughput": float(summary["output_throughput"])}
+    figures = {"throughput": float(summary["output_throughput"])}
     for name in ("ttft", "tpot"):
         statistic = run.row.get(f"{name}_statistic") or "mean"
         value = summary[f"{statistic}_{name}_ms"]
         if value is not None:
-            found[name] = float(value)
+            figures[name] = float(value)
     workers = sum(pool.workers for pool in config.pools if pool.decodes)
-    found["in_flight"] = summary["max_concurrent_requests"] / max(workers, 1)
-    return found
+    figures["in_flight"] = summary["max_concurrent_requests"] / max(workers, 1)
+    return figures
 
 
 def predict_runs(

@@ -65,14 +65,14 @@ def _table(groups: Mapping[str, Sequence[Line]]) -> list[str]:
 
 
 def _groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    found = defaultdict[str, list[Line]](list)
+    groups = defaultdict[str, list[Line]](list)
     for used, words in _USED.items():
         of = [line for line in lines if line.run.used == used]
         for many, load in ((False, f"up to {MANY} in flight"), (True, f"more than {MANY}")):
             part = [line for line in of if line.many == many]
             if part:
-                found[f"{words}, {load}"] = part
-    return dict(found)
+                groups[f"{words}, {load}"] = part
+    return dict(groups)
 
 
 def headline(runs: Sequence[PublishedRun], found: Mapping[str, Found]) -> list[str]:

@@ -93,7 +93,7 @@ class Form:
     routing: Routing = "drawn"  #: ``uniform``, or ``drawn`` for the model
     #: CPU of the API server, see `kernel_profiles.kernels.front_end`; None for no front end.
     frontend: str | None = "xeon-emerald-rapids"
-    cpu_slowdown: float = 1.0  #: its times are so much longer than the table's
+    cpu_slowdown: float = 1.0  #: factor of its times over the table's
     padding: bool = True  #: whether Marlin computes the zeros that vLLM pads MXFP4 weights with
     #: Whether norms take `parts.NORMS_S` (chosen with five rows in view), or by bytes.
     norms: bool = True

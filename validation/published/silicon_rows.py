@@ -234,13 +234,13 @@ def read_rows(
 ) -> list[MeasuredRun]:
     """Read the measured runs without duplicates, doubtful ones marked, from ``path`` or the
     package's CSV. Raises InputError if there are none, or no package."""
-    found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
-    dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in found if row.date}
-    found = {r for r in found if r.date or (r.case, r.ttft_ms, r.tpot_ms) not in dated}
-    if not found:
+    runs = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
+    dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in runs if row.date}
+    runs = {r for r in runs if r.date or (r.case, r.ttft_ms, r.tpot_ms) not in dated}
+    if not runs:
         what = f"{target.backend} row of {target.model_path} in {target.precision}"
         raise InputError("silicon", f"the file has no {what} that can be predicted")
-    return marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)), target)
+    return marked(sorted(runs, key=lambda r: (r.case, r.date, r.tpot_ms)), target)
 
 
 def uncovered_rows(target: MeasuredModel, path: Path | None = None) -> Counter[tuple[str, str]]:
@@ -355,7 +355,7 @@ def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple
 @lru_cache
 def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int, str]]:
     """Return prefill and decode workers, drafts, and the rule of an assumed launch by its key."""
-    found = {}
+    launches = {}
     for row in _rows("launches.csv"):
         line = list(row.values())
         drafts, *sizes = map(int, line[12:21])
@@ -363,8 +363,8 @@ def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int, str]]:
         for count, gpus, ranks, shared in (sizes[:4], sizes[4:]):
             layout = (1, ranks > 1, gpus) if shared else (gpus, ranks > 1, 1)
             pools.append(Workers(count, *layout) if count else Workers())
-        found[tuple(line[:12])] = pools[0], pools[1], drafts, line[21]
-    return found
+        launches[tuple(line[:12])] = pools[0], pools[1], drafts, line[21]
+    return launches
 
 
 def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | str:

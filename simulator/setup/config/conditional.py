@@ -48,10 +48,10 @@ def parse_conditional(text: str | None) -> Conditional:
         numbers = [math.nan]
     if len(numbers) > len(values) or not all(number >= 0.0 for number in numbers):
         raise InputError("conditional_disagg", repr(text), _ALLOWED)
-    found = values | dict(zip(values, numbers, strict=False))
-    if found.get("entry_tokens") == 0.0:  # no prompt lacks fewer than none
+    fields = values | dict(zip(values, numbers, strict=False))
+    if fields.get("entry_tokens") == 0.0:  # no prompt lacks fewer than none
         if rule == entry.SHORT:
             return NEVER
         rule = entry.BUSY
-        found = {"entry_load": found["entry_load"]}
-    return Conditional(int(rule), **found)
+        fields = {"entry_load": fields["entry_load"]}
+    return Conditional(int(rule), **fields)

@@ -55,7 +55,7 @@ class EngineRules:
     whole_prompts: bool = False  #: no chunks: a prompt waits until the step has room for all of it
     poll_steps: int = 1  #: steps of decoding after which the engine looks for requests
     wait_steps: int = 0  #: steps at most that prompts wait for more of them,
-    wait_tokens: int = 0  #: until a step has so many tokens
+    wait_tokens: int = 0  #: until a step has this many tokens
     balance_steps: int = 0  #: steps at most that prompts wait for all engines of a group,
     batching_steps: int = 0  #: and more once all have some
     reserve: int = int(OF_PROMPT)  #: `state.OF_PROMPT`, ``OF_SHARE`` or ``TO_THE_END``
@@ -175,14 +175,14 @@ def version_fields(engine: str, version: str | None) -> dict[str, Any]:
         return {"piecewise_cuda_graph": False} if before(version, 0, 5, 9) else {}
     if engine != "vllm":
         return {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if before(version, 0, 24):
-        found["tokenizer_mode"] = "microbatch_sequential"
+        fields["tokenizer_mode"] = "microbatch_sequential"
     if before(version, 0, 15):
-        found["tokenizer_mode"] = "microbatch_parallel"
+        fields["tokenizer_mode"] = "microbatch_parallel"
     if before(version, 0, 14):
-        found["async_scheduling"] = False
-    return found
+        fields["async_scheduling"] = False
+    return fields
 
 
 def _host_wait_ms(gpu: GPU, version: str) -> float:
@@ -210,25 +210,25 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     ``free_gpu_memory_fraction``. SGLang's blocks stay at 16 tokens: its pages of one hold at most
     15 tokens a sequence less."""
     engine = values.get("engine") or "vllm"
-    found = version_fields(engine, values.get("engine_version"))
+    fields = version_fields(engine, values.get("engine_version"))
     if engine == "trtllm":
-        return found | {"gpu_memory_utilization": 0.9, "block_size": 32}
+        return fields | {"gpu_memory_utilization": 0.9, "block_size": 32}
     version = values.get("engine_version")
-    waits = version and not (found | dict(values)).get("async_scheduling", True)
+    waits = version and not (fields | dict(values)).get("async_scheduling", True)
     if engine != "sglang" and not waits:
-        return found
+        return fields
     try:
         gpu = load_gpu(values.get("gpu", "H100"))
         if engine != "sglang":
-            return found | {"host_gap_ms": _host_wait_ms(gpu, str(version))}
+            return fields | {"host_gap_ms": _host_wait_ms(gpu, str(version))}
         width, engines = (
             int(values.get("tensor_parallel_size", 1)),
             int(values.get("data_parallel_size", 1)),
         )
     except (TypeError, ValueError):
-        return found  # the field itself says what is wrong
+        return fields  # the field itself says what is wrong
     chunk = values.get("max_num_batched_tokens") or default_budget("sglang", gpu, engines)
-    return found | {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
+    return fields | {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
 
 
 def memory_share(value: Callable[[str], Any], engine: Engine, pool: Pool) -> float:

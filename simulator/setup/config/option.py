@@ -33,18 +33,18 @@ def option_of(name: str, field: FieldInfo) -> Option:
     Returns:
         How the field is typed and shown.
     """
-    found = Option()
+    option = Option()
     for mark in [*_marks(field.annotation), *(m for m in field.metadata if isinstance(m, Option))]:
         given = {
             each.name: getattr(mark, each.name)
             for each in fields(mark)
             if getattr(mark, each.name) != each.default
         }
-        found = replace(found, **given)
-    if not found.unit:
+        option = replace(option, **given)
+    if not option.unit:
         unit = next((unit for end, unit in _SUFFIXES.items() if name.endswith(end)), "")
-        found = replace(found, unit=unit)
-    return found
+        option = replace(option, unit=unit)
+    return option
 
 
 def words_of(field: FieldInfo) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ _DISAGGREGATED = re.compile(
     r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})A([1-9]\d{0,3})F", re.IGNORECASE
 )
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-#: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
+#: Most pools of a cluster; the plane's tuples of pools have this length (`state.MAX_POOLS`).
 MOST_POOLS = 8
 NO_POOL = "none"  #: value of ``then``: the request ends when its prompt is computed
 #: Engines with known rules, see `setup.engines`.

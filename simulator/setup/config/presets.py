@@ -19,7 +19,7 @@ class Preset:
     fields: Mapping[str, Any]  #: fields of a run's configuration
     #: Its models, the first by default, and what they have of their own.
     models: Mapping[str, Mapping[str, Any]]
-    seconds: int  #: requests are sent for so long: ``num_requests`` is this times the rate
+    seconds: int  #: requests are sent for this time: ``num_requests`` is this times the rate
     notes: tuple[str, ...] = ()  #: what of it the fields cannot say
     #: Fields in place of its rate where the run begins with a warm-up: ``{rate}`` stands for it.
     warm_up: Mapping[str, Any] = field(default_factory=dict)
@@ -49,11 +49,11 @@ def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
         having = [f"{one}+warm-up" for one, other in PRESETS.items() if other.warm_up]
         raise InputError("preset", f"no preset {text!r}", ", ".join(having))
     chosen = known.get(model.lower()) or str(given.get("model") or next(iter(preset.models)))
-    found = {**preset.fields, "model": chosen, **preset.models.get(chosen, {}), **given}
-    rate = found["request_rate"]
+    fields = {**preset.fields, "model": chosen, **preset.models.get(chosen, {}), **given}
+    rate = fields["request_rate"]
     if plus:
-        del found["request_rate"]
-        return {**found, **preset.warm_up, "load": preset.warm_up["load"].format(rate=rate)}
+        del fields["request_rate"]
+        return {**fields, **preset.warm_up, "load": preset.warm_up["load"].format(rate=rate)}
     if "num_requests" not in given and "duration" not in given and isinstance(rate, int | float):
-        found["num_requests"] = max(1, round(preset.seconds * rate))
-    return found
+        fields["num_requests"] = max(1, round(preset.seconds * rate))
+    return fields

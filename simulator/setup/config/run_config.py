@@ -272,16 +272,16 @@ class RunConfig(Fields):
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return field values without groups; raises InputError if one is given twice."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in values.items():
         group = GROUPS.get(name) if isinstance(value, Mapping) else None
         for field, what in value.items() if group is not None else ((name, value),):
             if group is not None and field not in group.model_fields:
                 raise InputError(f"{name}.{field}", "no such field", ", ".join(group.model_fields))
-            if field in found:
+            if field in fields:
                 raise InputError(field, "given twice", "once, by itself or in its group")
-            found[field] = what
-    return found
+            fields[field] = what
+    return fields
 
 
 def _fields_of(path: str) -> list[str]:

@@ -159,31 +159,31 @@ def _parsed(value: Any) -> Any:
 
 def _spelled(given: dict[str, Any]) -> dict[str, Any]:
     """Return fields in vLLM's names where SGLang's options or TensorRT-LLM's fields stand."""
-    found = {name.replace("-", "_").removeprefix("speculative_"): v for name, v in given.items()}
-    kind = "algorithm" if "algorithm" in found else "decoding_type"
-    if (word := found.pop(kind, None)) is None:
+    fields = {name.replace("-", "_").removeprefix("speculative_"): v for name, v in given.items()}
+    kind = "algorithm" if "algorithm" in fields else "decoding_type"
+    if (word := fields.pop(kind, None)) is None:
         return given
-    model = next((found.pop(n) for n in _MODELS if n in found), None)
+    model = next((fields.pop(n) for n in _MODELS if n in fields), None)
     method = _METHODS.get(str(word).lower())
     if kind == "algorithm" and str(word).lower() == "eagle":
         method = "mtp" if model is None else "eagle"  # the model's own layer where no head is named
     if method is None:
         raise InputError(f"speculative_config.{kind}", f"{word!r}", ", ".join(_METHODS))
-    found["method"] = method
+    fields["method"] = method
     if model is not None:
-        found["model"] = model
+        fields["model"] = model
     if kind == "algorithm":  # the tokens of a step count the sampled one
-        tokens = found.pop("num_draft_tokens", None)
-        steps = found.get("num_steps")
-        found["num_speculative_tokens"] = (steps if tokens is None else tokens - 1) or 0
+        tokens = fields.pop("num_draft_tokens", None)
+        steps = fields.get("num_steps")
+        fields["num_speculative_tokens"] = (steps if tokens is None else tokens - 1) or 0
         if method == "ngram":
-            found.pop("num_steps", None)
+            fields.pop("num_steps", None)
     else:
         lengths = [
-            found.pop(n) for n in ("num_nextn_predict_layers", "max_draft_len") if n in found
+            fields.pop(n) for n in ("num_nextn_predict_layers", "max_draft_len") if n in fields
         ]
-        found["num_speculative_tokens"] = lengths[0] if lengths else 1
-    return found
+        fields["num_speculative_tokens"] = lengths[0] if lengths else 1
+    return fields
 
 
 _MODELS = ("draft_model_path", "model_dir", "model")  #: other engines' names of a draft model

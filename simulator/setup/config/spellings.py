@@ -27,18 +27,18 @@ def spellings() -> dict[str, str]:
         Paths by spelling, with underscores between words: alone, within its group or pool, and by
         the aliases of its flag.
     """
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for group, kind in GROUPS.items():
         for name, field in kind.model_fields.items():
             aliases = (a.lstrip("-").replace("-", "_") for a in option_of(name, field).aliases)
             own = (name, *aliases)
-            found |= dict.fromkeys((*own, *(f"{group}.{word}" for word in own)), name)
+            paths |= dict.fromkeys((*own, *(f"{group}.{word}" for word in own)), name)
             if name in Pool.model_fields:
                 for pool in POOLS:
                     words = [f"{pool}{dot}{word}" for dot in "._" for word in own]
                     words += [f"{GROUP_OF_POOLS}.{pool}.{word}" for word in own]
-                    found |= dict.fromkeys(words, f"{pool}.{name}")
-    return found
+                    paths |= dict.fromkeys(words, f"{pool}.{name}")
+    return paths
 
 
 #: The group of the pools' overrides.

@@ -64,7 +64,7 @@ def reuse_of(requests: Requests, granule: int = 1, served: Bools | None = None) 
     blocks = read[0]
     distance, tokens = np.empty((2, len(blocks)), np.int64)
     ideal = np.zeros(n, np.int64)
-    found = _pass(read, served, size, granule, distance, tokens, ideal) if size else 0
+    passes = _pass(read, served, size, granule, distance, tokens, ideal) if size else 0
     common = 0
     if size:
         begins = requests.prefix_indptr[:-1][served]
@@ -75,7 +75,7 @@ def reuse_of(requests: Requests, granule: int = 1, served: Bools | None = None) 
     prompts = requests.prompt_len[served]
     in_common = np.minimum(prompts, common * size).sum(dtype=np.int64)
     return Reuse(
-        distance[:found], tokens[:found], ideal, int(prompts.sum(dtype=np.int64)),
+        distance[:passes], tokens[:passes], ideal, int(prompts.sum(dtype=np.int64)),
         int(in_common), size,
     )  # fmt: skip
 

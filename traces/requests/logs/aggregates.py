@@ -82,7 +82,7 @@ def unfolded(record: Any) -> list[dict[str, Any]] | None:
         for b in buckets
     ):
         return None
-    found = []
+    rows = []
     for bucket in buckets:
         sums: dict[str, Any] = {"num_model_requests": 0}
         sums |= {name: bucket[name] for name in ("start_time", "end_time") if name in bucket}
@@ -90,8 +90,8 @@ def unfolded(record: Any) -> list[dict[str, Any]] | None:
             for name, value in result.items():
                 if type(value) is int:
                     sums[name] = sums.get(name, 0) + value
-        found.append(sums)
-    return found
+        rows.append(sums)
+    return rows
 
 
 def refuse(file: Path, records: Sequence[Mapping[str, Any]], counts: str | None) -> None:

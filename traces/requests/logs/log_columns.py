@@ -170,10 +170,10 @@ def _linked(when_ns: Ints, links: Sequence[Link]) -> Sessions:
         gap_s.append(since if link.after_s is None else link.after_s)
         after.append(link.after_s is not None)
         last.update(dict.fromkeys(filter(None, (link.session, link.name)), i))
-    found = {"session": np.array(session, np.int32)}
+    columns = {"session": np.array(session, np.int32)}
     if max(parent, default=-1) < 0:
-        return found
+        return columns
     more = {"parent": np.array(parent, np.int32), "gap_s": np.array(gap_s)}
     if joins:
         more["joins"] = np.array(joins, np.int32)
-    return found | more | {"after_end": np.array(after)}
+    return columns | more | {"after_end": np.array(after)}

@@ -13,7 +13,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
-#: A measured part whose rate differs by so much from the log's is not like the log.
+#: A measured part whose rate differs by this factor from the log's is not like the log.
 _UNLIKE = 0.1
 
 
@@ -134,27 +134,27 @@ def describe_part(
     times, end = log.arrival_s, float(log.arrival_s[-1])
     last = end
     has_rate = rate is not None and (part is not None or math.isinf(window[1]))
-    if part is None:  # so many of the first requests, or those of the first so many seconds
+    if part is None:  # a number of first requests, or those of a number of first seconds
         last = float(times[len(arrival_s) - 1])
         part = LogPart((0.0, math.inf), (0.0, math.inf), float(arrival_s[-1]) / last if last else 1)
     n = int(((arrival_s >= window[0]) & (arrival_s < window[1])).sum())
     begin, stop = part.measured[0], min(part.measured[1], last)
     if part.stretch:
         begin, stop = (part.replayed[0] + at / part.stretch for at in window)
-    found = _rate(n, begin, math.inf if stop >= last else stop, last)
+    description = _rate(n, begin, math.inf if stop >= last else stop, last)
     stop = min(stop, last)
     whole = _rate(len(times), 0.0, math.inf, end)
     if not log.timed:  # its seconds are the run's
         end, begin, stop = (part.stretch * at for at in (end, begin, stop))
-        found, whole = (each / part.stretch if each and part.stretch else None
-                        for each in (found, whole))  # fmt: skip
+        description, whole = (each / part.stretch if each and part.stretch else None
+                        for each in (description, whole))  # fmt: skip
     return {
         "requests": len(times),
         "measured": n,
         "seconds": end,
         "from_s": begin,
         "to_s": stop,
-        "rate": found,
+        "rate": description,
         "log_rate": whole,
         **({} if part.busiest_s is None else {"busiest_s": part.busiest_s}),
         **({"has_rate": True} if has_rate else {}),

@@ -159,13 +159,13 @@ def field_of(record: Mapping[str, Any], column: str) -> Any:
 
 def names_of(record: Mapping[str, Any], above: str = "") -> list[str]:
     """Return the columns of a JSON object, nested ones joined by dots."""
-    found = []
+    names = []
     for name, value in record.items():
         if isinstance(value, Mapping):
-            found += names_of(value, f"{above}{name}.")
+            names += names_of(value, f"{above}{name}.")
         else:
-            found.append(above + name)
-    return found
+            names.append(above + name)
+    return names
 
 
 def json_names(records: Iterable[Any]) -> list[str]:
@@ -344,15 +344,15 @@ def guessed_columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) 
 
     ``names``: of its columns; ``records``: its first rows, on which the guess is tried. A unit
     that neither a name nor the size of a number tells stays ``time_UNIT``."""
-    found = {
+    guesses = {
         "input": _length(names, records, _PROMPT, _PROMPT_WORDS),
         "output": _length(names, records, _ANSWER, _ANSWER_WORDS),
     }
-    if None in found.values() or found["input"] == found["output"]:
+    if None in guesses.values() or guesses["input"] == guesses["output"]:
         return None
     time = guessed_time(names, records)
     said = [] if time is None else ["=".join(time)]
-    return ",".join([*said, *(f"{key}={name}" for key, name in found.items())])
+    return ",".join([*said, *(f"{key}={name}" for key, name in guesses.items())])
 
 
 def no_requests(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
@@ -389,15 +389,15 @@ def _plain(name: str) -> str:
 
 
 def _values(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    found = []
+    values = []
     for record in records:
         try:
             value = field_of(record, name)
         except KeyError:
             continue
         if not _is_empty(value):
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def _length(

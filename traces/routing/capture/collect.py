@@ -37,7 +37,7 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
     for entry in logged:
         by_prompt.setdefault(tuple(entry.prompt), []).append(entry)
     used: set[str] = set()
-    found: list[tuple[Prompt, LoggedRequest]] = []
+    matched: list[tuple[Prompt, LoggedRequest]] = []
     absent, unfinished = [], []
     for request in requests:
         match = by_name.get(request.request_id)
@@ -58,11 +58,11 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
         if len(match.experts) <= len(match.prompt):
             unfinished.append(request.request_id)
         else:
-            found.append((request, match))
-    if unfinished and not found:
+            matched.append((request, match))
+    if unfinished and not matched:
         problem = f"none of the {len(unfinished)} requests that are in it has a generated token"
         raise InputError("log", problem, "the logs of prefill and decode engines in one folder")
-    if not found:
+    if not matched:
         raise InputError(
             "log",
             f"none of the {len(requests)} requests is among the {len(logged)} of the log, such as "
@@ -72,8 +72,8 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
             "request_id as sent in X-Request-Id, or prompts that are lists of token ids",
         )
     return Collected(
-        captured=_captured(header, [entry for _, entry in found]),
-        prompts=[request for request, _ in found],
+        captured=_captured(header, [entry for _, entry in matched]),
+        prompts=[request for request, _ in matched],
         absent=absent,
         unfinished=unfinished,
         unlabelled=len(logged) - len(used),

@@ -96,16 +96,16 @@ def _read(path: Path) -> Counters | _Passes:
 def _whole(counts: Any, where: str, source: str, of: CountOf) -> Counters:
     """Check counts; one window where they have two axes."""
     try:
-        found = np.asarray(counts, dtype=np.float64)
+        whole_counts = np.asarray(counts, dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(where, "counts that are not a whole array of numbers", FORMATS) from None
-    found = found[None] if found.ndim == 2 else found
-    if found.ndim != 3 or not found.size:
-        problem = f"counts of shape {list(found.shape)}"
+    whole_counts = whole_counts[None] if whole_counts.ndim == 2 else whole_counts
+    if whole_counts.ndim != 3 or not whole_counts.size:
+        problem = f"counts of shape {list(whole_counts.shape)}"
         raise InputError(where, problem, "[layers, experts] or [windows, layers, experts]")
-    if not np.isfinite(found).all() or (found < 0).any():
+    if not np.isfinite(whole_counts).all() or (whole_counts < 0).any():
         raise InputError(where, "a count is negative or not finite", "0 or more")
-    return Counters(found, of, np.empty(0), source)
+    return Counters(whole_counts, of, np.empty(0), source)
 
 
 def _sglang(data: Any, where: str) -> Counters | _Passes:
@@ -120,21 +120,21 @@ def _sglang(data: Any, where: str) -> Counters | _Passes:
 
 def _passes(data: Mapping[str, Any], where: str) -> _Passes:
     """Read the passes of a rank, physical experts as logical ones by the dump's map."""
-    found: dict[int, Floats] = {}
+    passes: dict[int, Floats] = {}
     try:
         logical = np.asarray(data["last_physical_to_logical_map"], dtype=np.int64)
         for record in data["records"]:
             counts = np.asarray(record["global_physical_count"], dtype=np.float64)
             if counts.shape != logical.shape:
                 raise ValueError
-            own = found.setdefault(
+            own = passes.setdefault(
                 int(record["forward_pass_id"]), np.zeros((len(counts), int(logical.max()) + 1))
             )
             np.add.at(own, (np.arange(len(counts))[:, None], logical), counts)
     except (KeyError, TypeError, ValueError, IndexError):
         problem = "records without forward_pass_id and global_physical_count, or of another map"
         raise InputError(where, problem, "a dump of the mode per_pass or per_token") from None
-    return found
+    return passes
 
 
 def _of_passes(ranks: Sequence[_Passes], where: str) -> Floats:
@@ -155,7 +155,7 @@ def _served(counts: Floats) -> Floats:
 
 def _log(text: str, where: str) -> Counters:
     """Read mean over greatest load from each line that has it."""
-    found, models = [], dict[str, None]()
+    windows, models = [], dict[str, None]()
     for number, line in enumerate(text.splitlines(), 1):
         if vllm := _VLLM.search(line):
             models |= {vllm[1] or "": None}
@@ -164,14 +164,14 @@ def _log(text: str, where: str) -> Counters:
                 problem = f"line {number}: avg_tokens {mean:g} is above max_tokens {most:g}"
                 raise InputError(where, problem)
             if most:  # steps without tokens say nothing
-                found.append(mean / most)
+                windows.append(mean / most)
         elif sglang := _SGLANG.search(line):
-            found.append(float(sglang[1]))
+            windows.append(float(sglang[1]))
         elif "EPLB step:" in line or "current_pass_balancedness" in line:
             raise InputError(where, f"line {number}: no balancedness in {line.strip()[:60]!r}")
     if len(models) > 1:  # such as a drafter's
         raise InputError(where, f"lines of several models: {', '.join(models)}", "those of one")
-    return Counters(np.empty((0, 0, 0)), "ranks", np.array(found), "a log of balancedness")
+    return Counters(np.empty((0, 0, 0)), "ranks", np.array(windows), "a log of balancedness")
 
 
 def _table(text: str, where: str) -> Counters:
@@ -240,7 +240,7 @@ def _by_item(
     samples: Iterator[tuple[str, dict[str, str], float]], where: str
 ) -> tuple[CountOf, _Scrape]:
     """Sum the samples of one metric by layer and expert, or else rank."""
-    found: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    series: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     buckets: dict[int, dict[float, float]] = {}
     for name, labels, value in samples:
         layer = next((labels[n] for n in _LAYER if n in labels), None)
@@ -255,7 +255,7 @@ def _by_item(
                 item = next((labels[n] for n in known if n in labels), None)
                 if item is not None:
                     key = int(layer), int(item)
-                    sums = found.setdefault((name, of), {})
+                    sums = series.setdefault((name, of), {})
                     sums[key] = sums.get(key, 0.0) + value
                     break
         except (KeyError, ValueError):
@@ -269,7 +269,7 @@ def _by_item(
                                                          if np.isfinite(le))]))
         }  # fmt: skip
         return "ranks", ranks
-    experts = {key: each for key, each in found.items() if key[1] == "experts"} or found
+    experts = {key: each for key, each in series.items() if key[1] == "experts"} or series
     if len(experts) > 1:
         names = ", ".join(name for name, _ in experts)
         raise InputError(where, f"several metrics by layer and expert: {names}", "one of them")

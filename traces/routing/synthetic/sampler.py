@@ -20,7 +20,7 @@ from eldr_sim.traces.routing.synthetic.model import DRIFT_BLOCK, RoutingModel
 from eldr_sim.traces.streams import stream
 
 _LIMIT = 20.0  #: bound on the terms of a log weight, at both sides
-_COLUMNS = 16  #: experts are searched in so many columns first
+_COLUMNS = 16  #: experts are searched in this many columns first
 _CHUNK = 16  #: requests that a thread draws before it reports
 _TIMES, _DRAWS = 4096, 5  #: exponential times of gate scores, and those drawn by one number
 

@@ -398,17 +398,17 @@ _DECISIVE = ("moe", "engine_step")
 def quality(tables: Iterable[format.LatencyTable]) -> dict[str, Any]:
     """Return ``rows``, ``spread_median``, ``spread_p90`` (IQR / median) and ``out_of_order``, the
     share of rows that take longer than one with more work, by kind."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for table in tables:
         columns = table.columns
         spread = (columns["latency_q3_s"] - columns["latency_q1_s"]) / columns["latency_s"]
-        found[table.metadata.kind] = {
+        report[table.metadata.kind] = {
             "rows": len(table),
             "spread_median": float(np.median(spread)),
             "spread_p90": float(np.quantile(spread, 0.9)),
             "out_of_order": _out_of_order(table),
         }
-    return found
+    return report
 
 
 def doubts(figures: dict[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
     address = url.rstrip("/") + "/v1/completions"
 
     async def compute() -> list[LoadRequest]:
-        found = []
+        sent = []
         async with open_session() as session:
             for request in load.requests:  # one after the other: the order of the load
                 body = prefill_body(json.loads(_body(request, model)))
@@ -129,8 +129,8 @@ def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
                             raise _failed(request, address, f"HTTP {response.status}: {answer}")
                 except (aiohttp.ClientError, OSError, ValueError) as error:
                     raise _failed(request, address, str(error)) from None
-                found.append(replace(request, kv_transfer_params=params))
-        return found
+                sent.append(replace(request, kv_transfer_params=params))
+        return sent
 
     return replace(load, requests=tuple(asyncio.run(compute())))
 
@@ -202,16 +202,16 @@ def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
 def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
     """Put ``prefilled_s``, ``routed_s`` (`time.monotonic`) and ``engine`` of the proxy's log
     (``ProxyConfig.log``) into the table; InputError unless each request is in it once."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_request: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            found.setdefault(entry["request_id"], []).append(entry)
+            by_request.setdefault(entry["request_id"], []).append(entry)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("proxy log", f"{path}: {error}") from None
     entries = []
     for name in requests["request_id"].to_pylist():
-        mine = found.get(name, [])
+        mine = by_request.get(name, [])
         if len(mine) != 1:
             raise InputError("proxy log", f"{path} lists request {name} {len(mine)} times", "once")
         entries += mine

@@ -114,7 +114,7 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """Describe the machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = {
+    facts = {
         "processor": cpu_model(),
         "cores": str(os.cpu_count()),
         "memory": f"{memory / 2**30:.0f} GiB",
@@ -123,7 +123,7 @@ def machine() -> dict[str, str]:
     try:
         import torch
     except ModuleNotFoundError:
-        return found
+        return facts
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts

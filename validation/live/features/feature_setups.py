@@ -48,7 +48,7 @@ TURNS, THINK_S = 3, 1.0
 CLOSED: dict[FeatureLoad, tuple[int, int]] = {
     "closed loop": (8, 6), "long prompts": (3, 6), "crowded loop": (14, 3),
 }  # fmt: skip
-#: The steady load of equal prompts takes so many times the duration of the others.
+#: The steady load of equal prompts takes this many times the duration of the others.
 STEADY = 3
 
 

@@ -355,14 +355,14 @@ def foretold_unions(run: LiveRun, calibration: RoutingTrace) -> Row:
     ]
     steps = pd.DataFrame(records, columns=["batch", "live", "by_prompts", "by_mean"])
     steps[["by_prompts", "by_mean"]] /= n_layers
-    found: Row = {"steps": len(steps)}
+    row: Row = {"steps": len(steps)}
     for name in ("live", "by_prompts", "by_mean"):
-        found[name] = float(steps[name].mean()) if len(steps) else None
+        row[name] = float(steps[name].mean()) if len(steps) else None
     for name in ("by_prompts", "by_mean"):
         error = (steps[name] / steps.live - 1).abs().mean()
-        found[f"{name}_error_percent"] = 100 * float(error) if len(steps) else None
+        row[f"{name}_error_percent"] = 100 * float(error) if len(steps) else None
     away = steps - steps.groupby("batch")[steps.columns.tolist()].transform("mean")
     spread = float((away.live**2).sum())
     left = float(((away.live - away.by_prompts) ** 2).sum())
-    found["explained_percent"] = 100 * (1 - left / spread) if spread else None
-    return found
+    row["explained_percent"] = 100 * (1 - left / spread) if spread else None
+    return row

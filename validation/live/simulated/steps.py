@@ -50,7 +50,7 @@ def compositions(
     """Return the compositions of steps. ``steps``: requests, first tokens and numbers of tokens of
     each step; ``prompt_len``: prompt tokens of all requests; ``prefills``: whether a prefill engine
     ran the step: there all tokens count as chunks."""
-    found = []
+    batches = []
     lengths = prompt_len.tolist()
     for (requests, positions, tokens), all_prompts in zip(steps, prefills, strict=True):
         running, chunks, members = [], [], []
@@ -62,8 +62,8 @@ def compositions(
                 stop -= 1
             if stop > start:
                 chunks.append((request, start, stop))
-        found.append(Composition(tuple(running), tuple(chunks), frozenset(members)))
-    return found
+        batches.append(Composition(tuple(running), tuple(chunks), frozenset(members)))
+    return batches
 
 
 def compositions_of(run: LiveRun, steps: pa.Table) -> list[Composition]:
