@@ -45,7 +45,7 @@ def nearest_moe(
             first: SGLang takes others for the models alone that they were measured with
             (``server_args.py``).
     """
-    found = []
+    candidates = []
     for table in shipped_tables():
         if table.kind != "moe" or table.gpu != gpu or table.metadata.dtype != dtype:
             continue
@@ -54,10 +54,10 @@ def nearest_moe(
             source = table.metadata.kernel_source
             triton = dtype != "bfloat16" or ("trtllm" not in source and "cutlass" not in source)
             own = 2 * (name == engine.name) + (name == "vllm")
-            found.append(((triton, own, -far, rank(table, engine)), table))
-    if not found:
+            candidates.append(((triton, own, -far, rank(table, engine)), table))
+    if not candidates:
         return None
-    table = max(found, key=lambda each: each[0])[1]
+    table = max(candidates, key=lambda each: each[0])[1]
     return _scaled(fit_moe_latency(table.load()), table.metadata.shape, shape), table
 
 

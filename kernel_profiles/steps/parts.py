@@ -499,17 +499,17 @@ class Parts:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
         def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
-            found = [
+            tables = [
                 self._table(kind, self.model, shape=of, dtype=dtype) for kind in format.ATTENTION
             ]
-            if not format.has_projections(of) or found[1] is None:
-                return found
+            if not format.has_projections(of) or tables[1] is None:
+                return tables
             # A decode module with other projections: the attention in it is the same.
-            other = found[0] or self._table(format.ATTENTION[0], self.model, shape=of)
-            if found[0] is None and other is not None:
+            other = tables[0] or self._table(format.ATTENTION[0], self.model, shape=of)
+            if tables[0] is None and other is not None:
                 of_others = f"{other.metadata.origin}, with {other.metadata.dtype} projections"
                 other = other.saying(provenance="derived", origin=of_others)
-            return [other, found[1]]
+            return [other, tables[1]]
 
         if self.model.kv_cache_dtype == "bfloat16":
             return find(shape)
