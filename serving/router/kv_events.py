@@ -114,7 +114,7 @@ class CachedPrefixes:
             raise MalformedEvent(f"more than {_MOST_BLOCKS:,} blocks that were not removed")
         self.block_size = size
         keys = prefix_keys(tokens, size, begins)[: len(hashes)]
-        self._removed(engine, hashes)  # what is stored again would be counted twice
+        self._removed(engine, hashes)  # a hash that is stored again names a new block
         known |= zip(hashes, keys, strict=True)
         self._published.on_blocks(engine, keys, ())
 

@@ -69,6 +69,22 @@ def test_seconds_load_what_takes_less_time(cost):
         assert blind.select(request, view([0, 0], [0, 0], **tiers)) == 0
 
 
+def test_cached_tokens_are_no_work_that_waits():
+    """900 of 1,000 tokens are cached at the first worker: after it, 100 wait there, not 1,000."""
+    policy = prefill_policy("lmetric", context(2))
+    assert policy.select(RequestInfo(0, 1000, 0), view([0, 0], [900, 0])) == 0
+    # 100 + 500 tokens against 500 + 200 of a longer prompt elsewhere.
+    assert policy.select(RequestInfo(1, 700, 0), view([0, 0], [200, 0])) == 0
+    assert policy.queued.tolist() == [600, 0]
+    policy.on_complete(0, 0)
+    assert policy.queued.tolist() == [500, 0]
+
+
+def test_the_load_of_a_dead_worker_is_no_imbalance():
+    workers = view([200, 30, 10], [0, 700, 0], healthy=[False, True, True])
+    assert pick("cache_aware", workers) == 1
+
+
 def test_rules_by_hand():
     # Dynamo: blocks that are queued and not matched; its credit weighs the latter.
     policy = prefill_policy("dynamo_kv", context(2))

@@ -148,7 +148,8 @@ def test_tokens_are_held_against_the_room_of_workers():
             if want <= n:
                 want = max(1, n - math.floor(max(0, 800 * n - total / 0.7) / 800))
             assert wish(rule, 0, of(n, demand)) == want, (n, demand)
-    assert wish(rule, 0, of(2, 1500, starting=1)) == 3  # who starts is not asked for again
+    assert wish(rule, 0, of(2, 1500, starting=1)) == 3  # starting workers are not requested again
+    assert wish(rule, 0, of(2, 700, starting=1)) == 3  # nor is their room spare
     # Budget of 8,192: 10 sequences of 100 + 100 / 2 tokens are less than the cache.
     steady = make("llmd_tokens")
     told = {"prompt_tokens": 100.0, "output_tokens": 100.0}

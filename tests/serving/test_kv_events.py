@@ -62,6 +62,15 @@ def test_events_of_older_versions_are_lists():
     assert matched(prefixes, [1, 2, 3]) == [0]
 
 
+def test_a_hash_that_is_stored_again_names_the_new_block():
+    """As after a reset that the router has missed."""
+    prefixes = CachedPrefixes(1)
+    for tokens in ([1, 2], [3, 4]):
+        prefixes.hear(0, [0.0, [stored([7], None, tokens)]])
+    assert matched(prefixes, [1, 2, 5]) == [0]
+    assert matched(prefixes, [3, 4, 5]) == [2]
+
+
 @pytest.mark.parametrize(
     "more", [{"extra_keys": [["salt"]]}, {"lora_id": 3}, {"medium": "CPU"}, {"group_idx": 1}]
 )

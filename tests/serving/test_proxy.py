@@ -12,7 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.serving.router.config import ProxyConfig, read_config
-from eldr_sim.serving.router.decisions import EngineSignals, Router
+from eldr_sim.serving.router.decisions import EngineSignals, Router, build_decode_policy
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.router.request_handler import SignatureReader
 from eldr_sim.serving.router.signals import parse_metrics
@@ -558,3 +558,12 @@ def test_a_client_that_leaves_while_its_request_is_held():
         assert router.workers.loads.tolist() == [0]
 
     asyncio.run(scene())
+
+
+def test_the_policy_does_not_see_engines_that_failed_a_request():
+    """The next in turn, not the least loaded in the place of one that was tried."""
+    router = Router(build_decode_policy("round_robin", 3), 3)
+    for engine in range(3):
+        router.set_health(engine, healthy=True)
+    router.workers.loads[:] = 0, 3, 1
+    assert router.dispatch(RequestInfo(0, 5, 0), without=[0]) == 1
