@@ -2,6 +2,12 @@
 comes from."""
 
 from eldr_sim.simulator.setup.config.launch import fields_named
+from eldr_sim.simulator.setup.config.launch_options import (
+    BENCH_OPTIONS,
+    EARLIER,
+    OPTIONS,
+    WITHOUT_EFFECT,
+)
 from eldr_sim.simulator.setup.config.spellings import spellings
 
 _PRECISION = ("the precision comes with the model: --model NAME-FP8 or -NVFP4 (`eldr-sim models`), "
@@ -17,6 +23,7 @@ _SAID = {
     "gpu_name": "--gpu",
     "device": "--gpu",
     "num_gpus": "--topology and --tensor-parallel-size",
+    "n_gpus": "--topology and --tensor-parallel-size",
     "nnodes": "--topology and --tensor-parallel-size",
     "num_replicas": "--topology, such as 4C for four workers",
     "replicas": "--topology, such as 4C for four workers",
@@ -51,13 +58,6 @@ _SAID = {
     "hf_overrides": "--model, with a config.json that says so",
     "ttft_slo": "--goodput ttft:MS",
     "slo": "--goodput, such as ttft:500,tpot:50",
-    "tokenizer": _NOTHING,
-    "trust_remote_code": _NOTHING,
-    "served_model_name": _NOTHING,
-    "load_format": _NOTHING,
-    "download_dir": _NOTHING,
-    "tool_call_parser": _NOTHING,
-    "reasoning_parser": _NOTHING,
     "attention_backend": "the fastest kernels that were measured are taken; --tables takes yours",
     "compilation_config": "CUDA graphs are on; --enforce-eager turns them off",
 }
@@ -73,4 +73,11 @@ def instead_of(name: str) -> str:
     named = [f"--{field.replace('_', '-')}" for field in fields_named(name)]
     if not named and path:
         return f"it is an option of `eldr-sim run`, --{path.replace('_', '-')}"
-    return " or ".join(named)
+    if named:
+        return " or ".join(named)
+    if name in WITHOUT_EFFECT:
+        return _NOTHING
+    engines = [own for own in OPTIONS if name in OPTIONS[own] | BENCH_OPTIONS[own]]
+    if not engines and name not in EARLIER:
+        return ""
+    return f"{' and '.join(engines) or 'an earlier vllm or sglang'} has it, and it is not simulated"

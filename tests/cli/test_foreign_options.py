@@ -2,6 +2,7 @@
 
 from eldr_sim.cli.foreign import _SAID, instead_of
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.launch_options import BENCH_OPTIONS, OPTIONS
 
 from ..on_each import on_each
 
@@ -24,6 +25,11 @@ def test_a_run_says_which_option_is_meant(run_cli, option, says):
     code, _, err = run_cli("run", option, "4")
     assert (code, err.count("\n")) == (2, 4)
     assert says in err.splitlines()[-1]
+
+
+@on_each("name", sorted(set().union(*OPTIONS.values(), *BENCH_OPTIONS.values())))
+def test_every_option_of_an_engine_or_its_benchmark_has_an_answer(name):
+    assert name in RUN_FIELDS or instead_of(name)
 
 
 def test_other_commands_say_whose_option_it_is(run_cli):
