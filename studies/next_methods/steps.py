@@ -118,7 +118,8 @@ def relocated(load: Floats, ranks: Ints, moe: RankMoE, copies: int, prompts: boo
         open_to = [r for r in range(n) if received[r] < copies and r != slow]
         if not open_to or not held[slow]:
             break
-        fast, expert = min(open_to, key=lambda r: taken[r]), max(held[slow], key=held[slow].__getitem__)
+        fast = min(open_to, key=taken.__getitem__)
+        expert = max(held[slow], key=held[slow].__getitem__)
         differ = (sum(held[slow].values()) - sum(held[fast].values())) / 2
         moved = min(held[slow][expert], differ)
         old = dict(held[slow]), dict(held[fast])
