@@ -45,7 +45,7 @@ class Workers(NamedTuple):
 
     def usable(self) -> list[int]:
         """Return the indices of the healthy workers."""
-        found: list[int] = np.flatnonzero(self.healthy).tolist()
+        found: list[int] = self.healthy.nonzero()[0].tolist()
         return found
 
 

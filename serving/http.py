@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError, needed
@@ -16,8 +16,11 @@ from eldr_sim.guard import Guard, middleware, shown_url
 _MIB = 1 << 20
 
 
+@cache
 def import_aiohttp() -> Any:
-    """Return the module ``aiohttp``; raises InputError if it is not installed."""
+    """Return the module ``aiohttp``, with ``aiohttp.web``; raises InputError if it is not
+    installed."""
+    needed("aiohttp.web", "live run")
     return needed("aiohttp", "live run")
 
 
@@ -104,17 +107,25 @@ class Intake:
         self.n_bytes += n_bytes
         self._held[id(request)] += n_bytes
 
-    async def body(self, request: Any) -> bytes:
-        """Return a request's body; raises Refused beyond the limits."""
-        most, parts, total = self.limits.max_body_mib * _MIB, [], request.content_length or 0
+    async def body(self, request: Any, limit_s: float | None = None) -> bytes:
+        """Return a request's body; raises Refused beyond the limits, TimeoutError after
+        ``limit_s``."""
+        most, content = self.limits.max_body_mib * _MIB, request.content
+        parts, total = [], request.content_length or 0
         if total <= most:
-            total = 0
-            async for part in request.content.iter_any():
-                total += len(part)
-                if total > most:
-                    break
-                self.hold(request, len(part))
-                parts.append(part)
+            if content.is_eof():  # it came with the headers
+                parts.append(content.read_nowait())
+                total = len(parts[0])
+                self.hold(request, total)
+            else:
+                async with asyncio.timeout(limit_s):
+                    total = 0
+                    async for part in content.iter_any():
+                        total += len(part)
+                        if total > most:
+                            break
+                        self.hold(request, len(part))
+                        parts.append(part)
         if total > most:
             raise Refused(413, f"body: more than {self.limits.max_body_mib:g} MiB (--max-body-mib)")
         return b"".join(parts)
@@ -204,15 +215,15 @@ async def serve_sites(
             failure.result()
 
 
-def open_session(timeout_s: float | None = None) -> Any:
+def open_session(timeout_s: float | None = None, connect_timeout_s: float = 10.0) -> Any:
     """Return an ``aiohttp.ClientSession`` for an engine's completions, connections not limited.
     Idle ones are closed before uvicorn closes them (5 s, in vLLM too). ``timeout_s``: of one
-    request."""
+    request; ``connect_timeout_s``: until an engine accepts a connection."""
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s),
         headers={"Content-Type": "application/json"},
     )
 

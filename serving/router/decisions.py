@@ -55,7 +55,8 @@ class Router:
 
     def usable(self, without: Collection[int] = ()) -> list[int]:
         """Return the healthy engines but for some."""
-        return [engine for engine in self.workers.usable() if engine not in without]
+        usable = self.workers.usable()
+        return [engine for engine in usable if engine not in without] if without else usable
 
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
         """Return the index of the engine that gets a request; None if the policy holds it. Raises
@@ -140,6 +141,8 @@ class Router:
 
     def _ask_again(self) -> None:
         """Ask the policy about what it holds, the first that came first."""
+        if not self._held:
+            return
         held, self._held = self._held, []
         for request, without, placed in held:
             if placed.done():

@@ -3,8 +3,8 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from eldr_sim.serving.http import import_aiohttp
@@ -36,7 +36,8 @@ class Engine:
     ) -> None:
         self.url, self.name, self.up, self.problem = url, name, False, "not asked yet"
         self._changed, self._is_last = changed, is_last
-        self._waiting: set[asyncio.Timeout] = set()
+        #: Limits of requests without an answer yet; they expire when it falls silent.
+        self.waiting: set[asyncio.Timeout] = set()
         self._heard_s = self._back_s = 0.0
         self._probes = self._strikes = self._relapses = 0
         self._look = asyncio.Event()
@@ -70,16 +71,6 @@ class Engine:
             self._strikes = _STRIKES - 1  # the next failure ejects it again
             self._back_s = _now_s() + away_s
             self._eject(problem, silent_since_s=_now_s() - (lately_heard_s or 0.0))
-
-    @asynccontextmanager
-    async def patience(self, limit_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block after ``limit_s``, or as soon as a silent engine ends."""
-        async with asyncio.timeout(limit_s) as scope:
-            self._waiting.add(scope)
-            try:
-                yield
-            finally:
-                self._waiting.discard(scope)
 
     async def watch(self, session: Any, interval_s: float, timeout_s: float) -> None:
         """Ask for the engine's health until cancelled, at once after a request has failed."""
@@ -130,7 +121,7 @@ class Engine:
             self._changed(self)
         if self._heard_s <= silent_since_s:
             loop = asyncio.get_running_loop()
-            for scope in self._waiting:
+            for scope in self.waiting:
                 if not scope.expired():
                     scope.reschedule(loop.time())
 

@@ -3,9 +3,8 @@ counts."""
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -114,22 +113,12 @@ class Pool:
                 counters.cached(name, url, partial(prefixes.blocks_of, i))
             self.router.set_health(i, False)
 
-    @asynccontextmanager
-    async def place(
-        self, info: RequestInfo, without: Collection[int]
-    ) -> AsyncIterator[tuple[int, float]]:
-        """Give the index of the policy's engine, counting the request there, and the seconds it was
-        held. Raises NoEngine if none is up but for ``without``."""
-        index, held_s = self.router.dispatch(info, without), 0.0
-        if index is None:
-            begun_s = time.monotonic()
-            index = await self.router.hold(info, without)
-            held_s = time.monotonic() - begun_s
-        try:
-            self._sent[index].inc()
-            yield index, held_s
-        finally:
-            self.router.complete(info.request_id, index)
+    async def place(self, info: RequestInfo, without: Collection[int]) -> int:
+        """Return the index of the policy's engine, counting the request there until
+        ``router.complete``. Raises NoEngine if none is up but for ``without``."""
+        index = await self.router.route(info, without)
+        self._sent[index].inc()
+        return index
 
     def least_loaded(self, without: Collection[int]) -> Engine | None:
         """Return the engine with the fewest requests; None if none is up."""

@@ -6,10 +6,12 @@ first, with ``max_tokens`` 1 and ``kv_transfer_params`` of vLLM's ``NixlConnecto
 the KV cache goes on to a decode engine, which fetches it and answers."""
 
 import asyncio
+import gc
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, closing, suppress
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> No
     said = f"Routing at {http.url_of(listener)}"
     site = http.Site(proxy.app(), listener, proxy.intake, said)
     say, idle_s = silent_if_broken(announce), config.request_timeout_s
+    gc.collect()
+    gc.freeze()  # a full collection would look at all modules
     asyncio.run(http.serve_sites([site], say, grace_s=config.grace_period_s, idle_s=idle_s))
 
 
@@ -84,8 +88,9 @@ class _Proxy:
             first = prefill_policy(config.prefill_policy, context)
         self._signatures = _signature_reader(config, policy)
         self.counters = Counters()
+        self._ended = cache(self.counters.requests.labels)
         self._fleet = Fleet(config, policy, first, self.counters, notify)
-        self._numbers = count()
+        self._numbers, self._name = count(), uuid.uuid4().hex
         self._log: RequestLog | None = None
 
     def app(self) -> Any:
@@ -101,7 +106,8 @@ class _Proxy:
             if self._config.log is not None:
                 log = RequestLog(Path(self._config.log), self._notify)
                 self._log = stack.enter_context(closing(log))
-            async with http.open_session() as session:
+            connect_timeout_s = self._config.connect_timeout_s
+            async with http.open_session(connect_timeout_s=connect_timeout_s) as session:
                 async for _ in self._fleet.run(session):
                     yield
 
@@ -154,35 +160,28 @@ class _Proxy:
             outcome = "client_left"
             raise
         finally:
-            self.counters.requests.labels(request.path, outcome).inc()
+            self._ended(request.path, outcome).inc()
         return answer
 
     async def _complete(self, request: Any) -> tuple[Any, str]:
         aiohttp = http.import_aiohttp()
-        from aiohttp import web
-
-        name = request.headers.get("X-Request-Id", "")
+        number, name = next(self._numbers), request.headers.get("X-Request-Id", "")
         if not (name.isascii() and name.isprintable() and 0 < len(name) <= _LONGEST_NAME):
-            name = uuid.uuid4().hex
+            name = f"{self._name}{number:x}"
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                raw = await self.intake.body(request)
+            raw = await self.intake.body(request, self._config.request_timeout_s)
             body = parse_body(raw, handed_over=bool(self._config.prefill_urls))
             if self._config.prefilled and not body.body.get("kv_transfer_params"):
                 raise ValueError("kv_transfer_params: missing")
             headers = _passed_on(request.headers, name)
         except TimeoutError:
             return await _hung_up(request), "client_left"
-        except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
+        except (ValueError, aiohttp.web.RequestPayloadError, aiohttp.ClientError) as error:
             return http.error_answer(400, str(error)), "refused"
-        to = Route(request.path, headers, next(self._numbers), name)
+        to = Route(request.path, headers, number, name)
         fleet, signatures = self._fleet, self._signatures
-        handler = RequestHandler(fleet, signatures, self._write, body, to, self.intake)
-        return await handler.run(request)
-
-    def _write(self, **entry: object) -> None:
-        if self._log is not None:
-            self._log.write(entry)
+        write = self._log.write if self._log is not None else None
+        return await RequestHandler(fleet, signatures, write, body, to, self.intake).run(request)
 
 
 def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:
@@ -206,7 +205,8 @@ def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
     """Return what an engine gets of a client's headers; ValueError for what cannot be sent."""
     found = {}
     for key, value in headers.items():
-        if key.lower() not in _PASSED_ON and not key.lower().startswith("x-"):
+        low = key.lower()
+        if low[:2] != "x-" and low not in _PASSED_ON:
             continue
         if not value.isprintable():
             raise ValueError(f"header {key}: not printable")
@@ -214,9 +214,10 @@ def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
             value.encode()
         except UnicodeEncodeError:
             raise ValueError(f"header {key}: no UTF-8") from None
-        if key.lower() != "x-request-id":
+        if low != "x-request-id":
             found[key] = value
-    return found | {"X-Request-Id": name, "Accept-Encoding": "identity"}
+    found["X-Request-Id"], found["Accept-Encoding"] = name, "identity"
+    return found
 
 
 async def _hung_up(request: Any) -> Any:

@@ -4,8 +4,8 @@ signature is read from the capture log as the engine writes it."""
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.policies.base import RequestInfo
 from eldr_sim.serving.bodies import TOKENIZED, CompletionRequest, prefill_body
-from eldr_sim.serving.http import Intake, error_answer, error_body
+from eldr_sim.serving.http import Intake, error_answer, error_body, import_aiohttp
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.fleet import Fleet, Pool
+from eldr_sim.serving.router.tasks import Patience
 from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Post, Reply, ask, tokenized
 from eldr_sim.traces.routing.capture.step_log import Gathered, LogReader, external_ids
 
@@ -86,13 +87,13 @@ class RequestHandler:
     ``ProxyConfig.retries`` times. A cache that a decode engine may have fetched is not offered to
     the next, as its blocks may hold other tokens: the prompt is computed again, unless the client
     had that done itself. ``signatures``: None if the policy reads none; ``write``: a line of the
-    log; ``intake``: counts the bytes that are held."""
+    log, None without one; ``intake``: counts the bytes that are held."""
 
     def __init__(
         self,
         fleet: Fleet,
         signatures: SignatureReader | None,
-        write: Callable[..., None],
+        write: Callable[[dict[str, Any]], None] | None,
         asked: CompletionRequest,
         route: Route,
         intake: Intake,
@@ -135,7 +136,7 @@ class RequestHandler:
         while True:
             pool = self._fleet.decode
             try:
-                if not pool.router.usable(self._without[pool.name]):
+                if self._fleet.prefill and not pool.router.usable(self._without[pool.name]):
                     raise NoEngine  # before a prompt is computed in vain
                 await self._know_prefix()
                 if self._fleet.prefill is not None and not self._cached:
@@ -183,12 +184,14 @@ class RequestHandler:
         """Let a prefill engine compute the prompt; return its answer if it refuses to."""
         data = _bytes(prefill_body(self._asked.body))
         limit_s = self._config.first_token_timeout_s
-        async with self._placed(pool) as index:
-            try:
-                reply = await self._ask(pool.engines[index], data, limit_s)
-            except EngineFailure:
-                self._without[pool.name].add(index)
-                raise
+        index = await self._place(pool)
+        try:
+            reply = await self._ask(pool.engines[index], data, limit_s)
+        except EngineFailure:
+            self._without[pool.name].add(index)
+            raise
+        finally:
+            pool.router.complete(self._info.request_id, index)
         if reply.status != 200:
             return reply
         self._prefilled_s = time.monotonic()
@@ -220,9 +223,11 @@ class RequestHandler:
                 self._info = self._info._replace(signature=counts)
         else:
             data = _bytes(self._body)
-        async with self._placed(pool) as index:
-            moments = {"prefilled_s": self._prefilled_s, "routed_s": time.monotonic()}
-            self._write(request_id=self._name, **moments, engine=index)
+        index = await self._place(pool)
+        try:
+            if self._write is not None:
+                moments = {"prefilled_s": self._prefilled_s, "routed_s": time.monotonic()}
+                self._write({"request_id": self._name, **moments, "engine": index})
             cached, self._cached = self._cached, False  # the engine frees what it is told of
             try:
                 streamed = self._asked.streamed
@@ -240,30 +245,34 @@ class RequestHandler:
                 return await self._pass_on(request, reply)
             finally:
                 reply.close()
+        finally:
+            pool.router.complete(self._info.request_id, index)
 
     async def _pass_on(self, request: Any, reply: Reply) -> tuple[Any, str]:
-        from aiohttp import web
-
         total_s = time.monotonic() - self._begun_s
         if reply.status == 200:
             self._counters.first_token_s(total_s)
             self._counters.added_s(max(0.0, total_s - self._elsewhere_s))
         if not reply.streams:
             return _whole(reply), "ok" if reply.status < 400 else "refused"
-        answer = web.StreamResponse(status=reply.status)
-        answer.content_type = reply.content_type
-        limit_s = self._config.token_timeout_s
+        answer = import_aiohttp().web.StreamResponse(status=reply.status, headers=reply.headers)
+        limit_s, part, at_engine = self._config.token_timeout_s, reply.first, False
         try:
-            async with asyncio.timeout(limit_s):
+            async with Patience(limit_s) as patience:
                 await answer.prepare(request)
                 self._answer = answer
-                await answer.write(reply.first)
-            async for part in reply.rest(limit_s):
-                async with asyncio.timeout(limit_s):
+                while part:
                     await answer.write(part)
-            await answer.write_eof()
-        except (TimeoutError, ConnectionError):  # it does not take its answer, or has left
-            if request.transport is not None:
+                    patience.renew()
+                    at_engine = True
+                    part = await reply.more()
+                    patience.renew()
+                    at_engine = False
+                await answer.write_eof()
+        except (TimeoutError, ConnectionError) as error:
+            if at_engine and isinstance(error, TimeoutError):
+                raise reply.silent(limit_s) from None
+            if request.transport is not None:  # the client does not take its answer, or has left
                 request.transport.abort()
             return answer, "client_left"
         return answer, "broken_off" if reply.broken else "ok"
@@ -277,12 +286,12 @@ class RequestHandler:
         if request.transport is not None:
             request.transport.close()
 
-    @asynccontextmanager
-    async def _placed(self, pool: Pool) -> AsyncIterator[int]:
-        """Give the index of the engine; time that the policy holds the request is not ours."""
-        async with pool.place(self._info, self._without[pool.name]) as (index, held_s):
-            self._elsewhere_s += held_s
-            yield index
+    async def _place(self, pool: Pool) -> int:
+        """Return the index of the engine; time that the policy holds the request is not ours."""
+        begun_s = time.monotonic()
+        index = await pool.place(self._info, self._without[pool.name])
+        self._elsewhere_s += time.monotonic() - begun_s
+        return index
 
     async def _ask(
         self, engine: Engine, data: bytes, limit_s: float | None = None, *, streamed: bool = False
@@ -310,9 +319,8 @@ def _failure_answer(failure: EngineFailure) -> Any:
 
 
 def _whole(reply: Reply) -> Any:
-    from aiohttp import web
-
-    return web.Response(body=reply.first, status=reply.status, content_type=reply.content_type)
+    response = import_aiohttp().web.Response
+    return response(body=reply.first, status=reply.status, headers=reply.headers)
 
 
 def _no_connector(problem: str) -> InputError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -37,41 +37,40 @@ class EngineFailure(Exception):
 
 
 class Reply:
-    """An engine's answer of which the first token, or all, is there. ``status``, ``content_type``:
-    of HTTP; ``first``: the body up to the first token; all of it where the answer is not streamed;
-    ``broken``: whether the engine has said in its stream that something went wrong."""
+    """An engine's answer of which the first token, or all, is there. ``status``, ``headers``: of
+    HTTP, those that a client gets; ``first``: the body up to the first token; all of it where the
+    answer is not streamed; ``broken``: whether the engine has said in its stream that something
+    went wrong."""
 
     def __init__(self, engine: Engine, response: Any, first: bytes, *, streams: bool) -> None:
-        self.status, self.content_type = response.status, response.content_type
+        kind = response.headers.get("Content-Type", "application/octet-stream")
+        self.status, self.headers = response.status, {"Content-Type": kind}
         self.first = first
         self.streams = streams
         self.broken = False
         self._engine, self._response = engine, response
 
-    async def rest(self, token_timeout_s: float) -> AsyncIterator[bytes]:
-        """Yield what follows the first token; EngineFailure if it stops for ``token_timeout_s`` or
-        breaks."""
-        aiohttp = import_aiohttp()
-        content, engine = self._response.content, self._engine
-        while True:
-            try:
-                async with asyncio.timeout(token_timeout_s):
-                    part = await content.readany()
-            except TimeoutError:
-                problem = f"no token in {token_timeout_s:g} s"
-                engine.failed(problem, lately_heard_s=token_timeout_s)
-                raise EngineFailure(f"{engine.name}: {problem}", 504) from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise _breaks_off(engine, error) from None
-            if not part:
-                break
+    async def more(self) -> bytes:
+        """Return what has come since, nothing at the end; raises EngineFailure if it breaks."""
+        engine = self._engine
+        try:
+            part: bytes = await self._response.content.readany()
+        except (import_aiohttp().ClientError, OSError) as error:
+            raise _breaks_off(engine, error) from None
+        if part:
             engine.heard()
             self.broken = self.broken or ERROR_EVENT in part
-            yield part
-        if self.broken:
+        elif self.broken:
             engine.failed("says in a stream that something went wrong")
         else:
             engine.served()
+        return part
+
+    def silent(self, limit_s: float) -> EngineFailure:
+        """Note that no token has come for ``limit_s``; return the failure."""
+        problem = f"no token in {limit_s:g} s"
+        self._engine.failed(problem, lately_heard_s=limit_s)
+        return EngineFailure(f"{self._engine.name}: {problem}", 504)
 
     def close(self) -> None:
         """Leave; an engine that is not done stops computing."""
@@ -120,17 +119,23 @@ async def ask(
     aiohttp = import_aiohttp()
     if limit_s is None:
         limit_s = limits.first_token_timeout_s if post.streamed else limits.answer_timeout_s
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s)
-    sent = {"data": post.data, "headers": post.headers, "timeout": timeout}
+    url, streams = engine.url + post.path, False
     response: Any = None
     try:
-        async with engine.patience(limit_s):
-            response = await session.post(engine.url + post.path, allow_redirects=False, **sent)
-            streams = response.status == 200 and response.content_type == "text/event-stream"
-            if streams:
-                first = await response.content.readany()
-            else:
-                first = await whole(response, limits.max_answer_mib, hold)
+        async with asyncio.timeout(limit_s) as scope:
+            engine.waiting.add(scope)
+            try:
+                response = await session.post(
+                    url, data=post.data, headers=post.headers, allow_redirects=False
+                )
+                kind = response.headers.get("Content-Type", "")
+                streams = response.status == 200 and kind.startswith("text/event-stream")
+                if streams:
+                    first = await response.content.readany()
+                else:
+                    first = await whole(response, limits.max_answer_mib, hold)
+            finally:
+                engine.waiting.discard(scope)
     except TooLong:
         response.close()
         problem = f"an unstreamed answer of more than {limits.max_answer_mib:g} MiB"
@@ -181,8 +186,10 @@ async def whole(
     response: Any, most_mib: float, hold: Callable[[int], None] = lambda _n: None
 ) -> bytes:
     """Return a body; raises TooLong beyond ``most_mib``."""
+    content = response.content
     parts, total = [], 0
-    async for part in response.content.iter_any():
+    while not content.at_eof():
+        part = content.read_nowait() if content.is_eof() else await content.readany()
         total += len(part)
         if total > most_mib * (1 << 20):
             raise TooLong

@@ -47,8 +47,9 @@ def four_letters(text):
     return [text[k : k + 4] for k in range(0, len(text), 4)]
 
 
-def simulated_hit_rate(path, policy, tokens=four_letters):
-    """Return what co-located engines find under one of our policies, by blocks of 16 tokens."""
+def workload(path, tokens=four_letters):
+    """Write the prompts, in blocks of 16 tokens, and return the fields of a run that serves them
+    by co-located engines."""
     numbers, rows = {}, []
     for text, at in zip(*prompts(), strict=True):
         parts = tokens(text)
@@ -58,8 +59,13 @@ def simulated_hit_rate(path, policy, tokens=four_letters):
         rows.append(json.dumps({"timestamp": round(1e3 * at, 3), "hash_ids": ids} | row))
     path.write_text("\n".join(rows))
     config = {"model": MODEL, "topology": f"{N}C", "workload": f"{path}", "warmup": 0}
-    config |= {"policy": policy, "num_requests": None, "request_rate": None}
-    return simulate(RunConfig(**config)).summary["prefix_cache_hit_rate"]
+    return config | {"num_requests": None, "request_rate": None, "time_unit": "ms"}
+
+
+def simulated_hit_rate(path, policy, tokens=four_letters):
+    """Return what co-located engines find under one of our policies."""
+    config = RunConfig(**workload(path, tokens), policy=policy)
+    return simulate(config).summary["prefix_cache_hit_rate"]
 
 
 def gateway_commands(gateway, policy, port, urls):

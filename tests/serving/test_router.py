@@ -527,13 +527,15 @@ def test_nothing_is_lost_in_chaos(disaggregated):
             releases = await at.counted("kv_releases")
             await asyncio.sleep(0.05)
             seen = sum(len(engine.seen) for engine in engines)
-            assert sent <= seen + 20  # a client may leave before the engine sees its request
+            # A client may leave before the engine sees its request.
+            assert sent <= seen + ends.count(None)
             assert seen <= sent + releases
             assert not any(engine.stale for engine in decode)
             if disaggregated:
                 left = await at.counted("kv_releases", outcome="left")
                 # A cache is lost where a decode engine or a prefill engine's answer is cut off.
-                assert len(caches) <= left + outcomes.get("client_left", 0) + outcomes["refused"]
+                lost = outcomes.get("client_left", 0) + outcomes.get("refused", 0)
+                assert len(caches) <= left + lost
 
     for seed in range(2):
         asyncio.run(scene(seed))
