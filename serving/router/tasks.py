@@ -99,9 +99,9 @@ class Patience:
         await self._scope.__aenter__()
         return self
 
-    async def __aexit__(self, *error: Any) -> bool | None:
+    async def __aexit__(self, *error: Any) -> None:
         self._timer.cancel()
-        return await self._scope.__aexit__(*error)
+        await self._scope.__aexit__(*error)
 
     def renew(self) -> None:
         """Begin to wait anew."""

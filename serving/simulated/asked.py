@@ -34,6 +34,22 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "background": ((None, False), "responses are not stored"),
     "conversation": ((None,), "responses are not stored"),
     "audio": ((None,), "audio is not simulated"),
+    "modalities": ((None, [], ["text"]), "answers are text"),
+    "image": ((None,), "images are not simulated"),
+    "prediction": ((None,), "predicted outputs are not simulated"),
+    "verbosity": ((None, "medium"), "the workload gives the length of answers"),
+    "reasoning_effort": ((None, "none"), "answers hold no reasoning"),
+    "reasoning": ((None, {}, {"effort": "none"}), "answers hold no reasoning"),
+    "web_search_options": ((None,), "the web is not searched"),
+    "moderation": ((None,), "content is not moderated"),
+    "include": ((None, []), "answers have no further parts"),
+    "truncation": ((None, "disabled"), "prompts are not cut"),
+    "context_management": ((None, []), "prompts are not cut"),
+    "access_programs": ((None, []), "answers run no programs"),
+    "background_options": ((None,), "responses are not stored"),
+    "prompt_cache_options": ((None,), "KV caches follow the engine's rules"),
+    "prompt_cache_retention": ((None, "in_memory"), "KV caches follow the engine's rules"),
+    "return_token_ids": ((None, False), "filler words have no token ids"),
     "prompt_embeds": ((None,), "embeddings are not simulated"),
 }
 #: Fields that have no effect on filler words, and those that are read elsewhere.
@@ -46,9 +62,8 @@ _KNOWN = frozenset((
     "cache_salt", "kv_transfer_params", "add_special_tokens", "include_stop_str_in_output",
     "skip_special_tokens", "store", "spaces_between_special_tokens", "length_penalty", "metadata",
     "service_tier", "request_id", "add_generation_prompt", "continue_final_message",
-    "chat_template", "chat_template_kwargs", "reasoning_effort", "reasoning", "truncation",
-    "include", "safety_identifier", "prompt_cache_key", "return_token_ids", "bad_words",
-    "allowed_token_ids", "functions", "function_call",
+    "chat_template", "chat_template_kwargs", "safety_identifier", "prompt_cache_key", "bad_words",
+    "allowed_token_ids", "functions", "function_call", "max_tool_calls",
 )) | set(_REFUSED)  # fmt: skip
 
 
@@ -218,6 +233,8 @@ def stopped(output_len: int, stops: Sequence[str]) -> tuple[int, int | None]:
 
 def _from_response(body: dict[str, Any]) -> dict[str, Any]:
     """Return a request of ``/v1/responses`` as one for a chat."""
+    if body.get("prompt") is not None:
+        raise ValueError("prompt: prompt templates are not stored")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -227,14 +244,19 @@ def _from_response(body: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(item, dict) or item.get("type", "message") != "message":
             raise ValueError("input: an item that is not a message")
         messages.append(item)
+    if not isinstance(body.get("instructions", ""), str | None):
+        raise ValueError("instructions: no text")
     if body.get("instructions") is not None:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
-    most = body.get("max_output_tokens")
+    most = _count(body, "max_output_tokens", None, 1, 1 << 31)
     form = body.get("text")
     if form is not None and not isinstance(form, dict):
         raise ValueError("text: no object")
+    form = form or {}
+    if form.get("format") not in (None, {"type": "text"}):
+        raise ValueError("text.format: answers are filler words, not JSON (allowed: text)")
     made = {**body, "messages": messages, "max_tokens": most}
-    return made | {"response_format": (form or {}).get("format")}
+    return made | {"verbosity": form.get("verbosity")}
 
 
 def _check_form(body: Mapping[str, Any]) -> None:
