@@ -1,12 +1,14 @@
-"""Gateways that others have built beside ours: the tables of ``docs/gateways.md``.
+"""Gateways that others have built beside ours: the tables of ``README.md``.
 
-``python -m tests.serving.gateway_tables rules|faults``. ``sglang-router`` and ``vllm-router`` are
-found on the path. *rules*: the same load through a gateway in front of four simulated engines and
-through our rule of the same name in ``run``. *faults*: one script of faults, by the admin port,
-under the same load, with checks of ``/health`` each second wherever that is an option.
+``python -m tests.serving.gateway_tables rules|faults [GATEWAY ...]``. ``sglang-router`` and
+``vllm-router`` are found on the path, ``DYNAMO_PYTHON`` is the Python of ``ai-dynamo``. *rules*:
+the same load through a gateway in front of four simulated engines and through our rule of the same
+name in ``run``. *faults*: one script of faults, by the admin port, under the same load, with checks
+of ``/health`` each second wherever that is an option.
 """
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -24,14 +26,25 @@ from eldr_sim import RunConfig
 from eldr_sim.simulator.run import simulate
 from eldr_sim.validation.live.engines.servers import free_port
 
-from .test_live_gateways import GATEWAYS, MODEL, OUTPUT_LEN, N, prompts, workload
+from .test_live_gateways import (
+    GATEWAYS,
+    MODEL,
+    OUTPUT_LEN,
+    N,
+    dynamo_commands,
+    dynamo_environment,
+    four_letters,
+    prompts,
+    workload,
+)
 
 #: Gateway, its rule, and ours.
 RULES = [("vllm", "round_robin", "round_robin"), ("vllm", "power_of_two", "p2c"),
          ("vllm", "cache_aware", "cache_aware"), ("sglang", "round_robin", "round_robin"),
          ("sglang", "power_of_two", "p2c"), ("sglang", "cache_aware", "cache_aware"),
          ("ours", "round_robin", "round_robin"), ("ours", "jsq", "jsq"),
-         ("ours", "p2c", "p2c")]  # fmt: skip
+         ("ours", "p2c", "p2c"), ("dynamo", "round-robin", "round_robin"),
+         ("dynamo", "kv", "dynamo_kv")]  # fmt: skip
 OURS = [f"{Path(sys.executable).with_name('eldr-sim')}"]
 #: Seconds at which a fault begins and ends; the worker; what it does and what ends it.
 FAULTS = [
@@ -66,25 +79,34 @@ def fleet(name, policy):
     serve = ["serve", "--model", MODEL, "--topology", f"{N}C", "--engine-ports", f"{first}"]
     urls = [f"http://127.0.0.1:{first + k}" for k in range(N)]
     commands = [[*OURS, *serve, "--admin-port", f"{admin}"]]
-    commands += [gateway_command(name, policy, port, metrics, urls)]
     at = [port, port if name == "ours" else metrics, admin]
     with ExitStack() as stack:
-        for command, ready in zip(commands, (urls[-1], f"http://127.0.0.1:{port}"), strict=True):
-            child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if name == "dynamo":
+            python = os.environ["DYNAMO_PYTHON"]
+            commands += dynamo_commands(python, policy, port, urls, folder)
+        else:
+            commands += [gateway_command(name, policy, port, metrics, urls)]
+        for command in commands:
+            env = os.environ | dynamo_environment(folder)
+            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
             stack.callback(child.wait)
             stack.callback(child.kill)
-            asyncio.run(is_up(ready + "/health"))
+            if command is commands[0]:
+                asyncio.run(is_up(urls[-1] + "/health"))
+        path, text = ("/v1/models", MODEL) if name == "dynamo" else ("/health", "")
+        asyncio.run(is_up(f"http://127.0.0.1:{port}{path}", text))
         time.sleep(2.0)  # it looks at its engines first
         yield *(f"http://127.0.0.1:{number}" for number in at), urls
 
 
-async def is_up(url):
-    """Wait until a server answers 200."""
+async def is_up(url, text=""):
+    """Wait until a server answers 200 with a text."""
     async with aiohttp.ClientSession() as session:
         for _ in range(300):
             try:
                 async with session.get(url) as answer:
-                    if answer.status == 200:
+                    if answer.status == 200 and text in await answer.text():
                         return
             except aiohttp.ClientError:
                 pass
@@ -155,7 +177,8 @@ def rules():
     """Print the table of rules."""
     print("| gateway | its rule; ours | hits, % | most of an engine, % | mean TTFT, ms |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    for name, policy, rule in RULES:
+    asked = sys.argv[2:] or [name for name, *_ in RULES]
+    for name, policy, rule in (row for row in RULES if row[0] in asked):
         with fleet(name, policy) as (url, _, _, urls):
             answers = asyncio.run(loaded(url, *prompts()))
             assert {came for _, came, _ in answers} == {"ok"}, Counter(a[1] for a in answers)
@@ -163,7 +186,8 @@ def rules():
         queries, hits, ttft_s, n = map(sum, zip(*found, strict=True))
         live = 100 * hits / queries, 100 * max(row[3] for row in found) / n, 1e3 * ttft_s / n
         with tempfile.TemporaryDirectory() as folder:
-            config = workload(Path(folder) / "log.jsonl") | {"policy": rule}
+            tokens = str.split if name == "dynamo" else four_letters
+            config = workload(Path(folder) / "log.jsonl", tokens) | {"policy": rule}
             result = simulate(RunConfig(**config))
         engines = Counter(result.requests.column("decode_worker").to_pylist())
         own = [100 * result.summary["prefix_cache_hit_rate"]]
@@ -201,7 +225,7 @@ def faults():
     texts = [f"question {k} {rng.random()} " * 20 for k in range(len(moments))]
     print("| gateway | fault | requests | failed | TTFT p50, p99, ms | bad until, s |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    for name in ("vllm", "sglang", "ours"):
+    for name in sys.argv[2:] or ("vllm", "sglang", "ours"):
         with fleet(name, "round_robin") as (url, metrics, admin, _):
             script = []
             for _, begins, ends, worker, action, on, off in FAULTS:
@@ -211,7 +235,8 @@ def faults():
             retries = asyncio.run(retried(metrics))
         nexts = [fault[1] for fault in FAULTS[1:]] + [END_S]
         for (label, begins, *_), until in zip(FAULTS, nexts, strict=True):
-            part = [answer for answer in answers if begins <= answer[0] < until]
+            # Those in flight when it begins are its own: they last half a second.
+            part = [answer for answer in answers if begins - 1 <= answer[0] < until - 1]
             bad = [(at, came) for at, came, ttft in part
                    if came != "ok" or ttft > LATE_S]  # fmt: skip
             failed = Counter(came for _, came, _ in part if came != "ok")

@@ -92,6 +92,12 @@ def dynamo_commands(python, policy, port, urls, folder):
     return [[*frontend, "--http-host", "127.0.0.1", "--http-port", f"{port}"], *asked]
 
 
+def dynamo_environment(folder):
+    """Return what Dynamo needs to run without etcd and NATS."""
+    planes = {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    return planes | {"DYN_FILE_KV": f"{folder}", "DYN_DISCOVERY_BACKEND": "file"}
+
+
 def hit_rate(commands, folder, ready=("/health", "")):
     """Return what the engines find behind a gateway; all requests must be answered.
 
@@ -123,8 +129,7 @@ def hit_rate(commands, folder, ready=("/health", "")):
             await asyncio.sleep(2.0)  # it looks at its engines first
             await asyncio.gather(*map(ask, *prompts()))
 
-    env = os.environ | {"DYN_FILE_KV": f"{folder}", "DYN_DISCOVERY_BACKEND": "file"}
-    env |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    env = os.environ | dynamo_environment(folder)
     with in_background(*services) as urls, ExitStack() as stack:
         for command in commands(port, urls):
             child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
