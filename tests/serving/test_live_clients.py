@@ -1,7 +1,7 @@
 """Benchmark clients that others have built against the simulated server; `-m live`, where they are.
 
-Each is a command on the path, or named by an environment variable: ``VLLM`` or
-``GUIDELLM``. What a client counts is what the server has served.
+Each is a command on the path, or named by an environment variable: ``VLLM``,
+``GUIDELLM`` or ``AIPERF``. What a client counts is what the server has served.
 """
 
 import json
@@ -71,15 +71,33 @@ def guidellm(command, url, folder):
     return len(done), sum(request["output_tokens"] for request in done)
 
 
+def aiperf(command, url, folder):
+    """Return what AIPerf counts; it looks for tokenizers in Hugging Face's cache alone."""
+    cache, version = folder / "hub" / "models--local--words", "0" * 40
+    shutil.copytree(folder, cache / "snapshots" / version, ignore=shutil.ignore_patterns("hub"))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(version)
+    arguments = f"""profile --model {MODEL} --url {url} --endpoint-type completions --streaming
+        --tokenizer local/words --synthetic-input-tokens-mean {PROMPT_LEN} --ui none
+        --output-tokens-mean {OUTPUT_LEN} --extra-inputs ignore_eos:true --request-count {N}
+        --request-rate {RATE} --artifact-dir {folder}/out"""
+    run([command, *arguments.split()], folder)
+    (file,) = (folder / "out").rglob("profile_export_aiperf.json")
+    result = json.loads(file.read_text())
+    count = result["request_count"]["avg"]
+    return count, round(count * result["output_sequence_length"]["avg"])
+
+
 def run(command, folder):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HOME": f"{folder}"}
+    env |= {"HF_HOME": f"{folder}"}
     found = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=env, cwd=folder, check=False
     )
     assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]
 
 
-@pytest.mark.parametrize("client", [vllm, guidellm])
+@pytest.mark.parametrize("client", [vllm, guidellm, aiperf])
 def test_a_client_counts_what_was_served(client, tmp_path):
     command = command_of(client.__name__)
     folder = tokenizer_folder(tmp_path)
