@@ -108,7 +108,7 @@ SHORT = {
     "reproduce gimbal --log": "--quick",
     "reproduce grace": "1 --quick",
     "reproduce grace bottleneck": "--quick",
-    "reproduce metro --out": "choices --quick",
+    "reproduce metro --out": "tiles --quick",
     "reproduce metro tiles": "--quick",
     "reproduce moe-prefill --out": "table_1 --quick",
     "reproduce moe-prefill 11": "",

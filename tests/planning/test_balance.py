@@ -10,7 +10,9 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
-from eldr_sim.planning.balance import examine
+from eldr_sim.planning.balance import examine, rank_skew
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.policies.replicas.metro import MetroParameters
 from eldr_sim.traces.routing.counters import Counters
 
 RANKS, EXPERTS = 8, 128
@@ -61,6 +63,26 @@ def test_redundant_experts_activate_more_in_decode_and_metro_fewer(step_time):
     of = {each.name: each for each in options}
     assert of["EPLB, even"].busiest_experts > of["EPLB"].busiest_experts
     assert of["EPLB, metro"].busiest_experts < of["EPLB, even"].busiest_experts
+
+
+def test_copies_share_the_load_of_their_expert():
+    """Ranks hold experts 0 and 1, 0 and 2, 3 and 4: 6 / 2 + 1, 6 / 2 + 1, 2 + 2 tokens."""
+    expert, rank = np.array([[0, 1, 0, 2, 3, 4]]), np.array([[0, 0, 1, 1, 2, 2]])
+    placement = Placement(expert, rank, 3)
+    assert rank_skew(np.array([[6.0, 1.0, 1.0, 2.0, 2.0]]), placement) == pytest.approx([1.0])
+
+
+def test_placements_are_judged_on_the_second_half(step_time):
+    even = examine(counters(first_rank(5.0), first_rank(1.0)), step_time, RANKS, 256)
+    assert even.options[0].busiest == pytest.approx(1.0)
+
+
+def test_metro_takes_its_overhead_in_each_layer_and_no_more(step_time):
+    load = np.random.default_rng(0).dirichlet(np.full(EXPERTS, 0.5)) * 1e6
+    options = examine(counters(load), step_time, RANKS, 256, redundant=[32]).options
+    of = {each.name: each.moe_ms for each in options}
+    overhead_ms = 1e-3 * MetroParameters().overhead_us * step_time.n_moe_layers
+    assert overhead_ms < of["EPLB, metro"] < of["EPLB, even"] + overhead_ms
 
 
 def test_a_skew_that_moves_is_not_kept(step_time):
