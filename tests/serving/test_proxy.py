@@ -368,7 +368,7 @@ def test_engines_that_fail(serve_app, tmp_path):
     ("changes", "message"),
     [
         ({"policy": "nonsense"}, "unknown policy 'nonsense'"),
-        ({"policy": "eldr"}, "needs a routing artifact and none was given"),
+        ({"policy": "eldr"}, "needs a routing artifact, and none was given"),
         ({"policy": "domain"}, "needs calibration requests"),
         ({"policy": "eldr:artifact=fit.npz"}, "prefill: missing"),
         ({"policy": "eldr:artifact=fit.npz", "prefilled": True}, "capture: missing"),
@@ -405,8 +405,8 @@ def test_join_wants_every_request_once(serve_app, tmp_path):
     lines = (tmp_path / "proxy.jsonl").read_text().splitlines()
     other = tmp_path / "other.jsonl"
     for kept, message in (
-        (lines[:1], "names request request-1 0 times"),
-        ([*lines, lines[0]], "names request request-0 2 times"),
+        (lines[:1], "lists request request-1 0 times"),
+        ([*lines, lines[0]], "lists request request-0 2 times"),
         (["[]"], "proxy log"),
         (["{"], "proxy log"),
     ):
