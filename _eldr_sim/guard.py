@@ -50,15 +50,15 @@ class Guard:
         return None
 
     def _knows(self, netloc: str) -> bool:
-        known = self._seen.get(netloc)
-        if known is None:
+        seen = self._seen.get(netloc)
+        if seen is None:
             name = _name_of(netloc)
-            known = name is not None and (
+            seen = name is not None and (
                 self._any or _is_address(name) or name in self._names or self._is_extra(name)
             )
             if len(self._seen) < _SEEN:
-                self._seen[netloc] = known
-        return known
+                self._seen[netloc] = seen
+        return seen
 
     def _is_extra(self, name: str) -> bool:
         return name in self._extra or any(

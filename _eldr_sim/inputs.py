@@ -51,17 +51,17 @@ def array_limit() -> int:
         Bytes: half of the memory that this process may use, by the machine, its container (cgroup)
         and ``ulimit -v``.
     """
-    known = []
+    limits = []
     with suppress(OSError, ValueError, AttributeError):  # not on Windows
-        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in _CGROUPS:
         with suppress(OSError, ValueError):  # "max": no limit
-            known.append(int(Path(path).read_text()))
+            limits.append(int(Path(path).read_text()))
     with suppress(ImportError):
         import resource
 
-        known.append(resource.getrlimit(resource.RLIMIT_AS)[0] // 2)  # libraries take some, too
-    return min((size for size in known if size > 0), default=_UNKNOWN_MEMORY) // 2
+        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0] // 2)  # libraries take some, too
+    return min((size for size in limits if size > 0), default=_UNKNOWN_MEMORY) // 2
 
 
 def within(field: str, value: float, most: float, unit: str = "") -> None:

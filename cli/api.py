@@ -201,7 +201,7 @@ def options_of(
 ) -> dict[str, Any]:
     """Return the options of a command by their names in its code; raises InputError."""
     values = dict(command.make_context("", [], resilient_parsing=True).params)
-    known = {
+    parameters = {
         opt.lstrip("-").replace("-", "_"): param
         for param in command.params
         if param.name not in _OUTPUT
@@ -210,13 +210,13 @@ def options_of(
     for name, value in given.items():
         if value is None:
             continue
-        param = known.get(name)
+        param = parameters.get(name)
         if param is not None:
             values[str(param.name)] = _typed(param, value)
         elif name in RUN_FIELDS:  # a mapping, such as a pool's
             values[name] = value
         else:
-            near = get_close_matches(name, {*known, *RUN_FIELDS}, 3)
+            near = get_close_matches(name, {*parameters, *RUN_FIELDS}, 3)
             hint = re.sub("--([a-z-]+)", _python_name, instead_of(name))
             if "." in (path := spellings().get(name, "")):
                 pool, _, field = path.partition(".")

@@ -299,9 +299,9 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
         allowed = "vllm, sglang or trtllm, and a version behind ==, such as vllm==0.24"
         raise InputError("engine", repr(engine), allowed) from None
     name, version = told.engine or "vllm", told.engine_version or ""
-    known = load_gpu(gpu)
-    own = known.name if known.name in SYSTEMS else known.sibling or known.name
-    found = best_tables(own, dims, layout, get_args(KVDtype), Engine(name, version))
+    shipped = load_gpu(gpu)
+    system = shipped.name if shipped.name in SYSTEMS else shipped.sibling or shipped.name
+    found = best_tables(system, dims, layout, get_args(KVDtype), Engine(name, version))
     paths = save_tables(found, out)
     rows = [
         [
@@ -315,10 +315,12 @@ def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any
     ]
     print_table("Imported", ["kernel", "shape", "type", "engine", "rows"], rows)
     click.echo(f"Wrote {len(paths)} tables to {out}")
-    if own != known.name:
-        click.echo(f"They are of {own}, the sibling of {known.name}: a run scales them by part")
+    if system != shipped.name:
+        click.echo(
+            f"They are of {system}, the sibling of {shipped.name}: a run scales them by part"
+        )
     if dims is not None:
-        click.echo(_still_missing(dims, known, layout, Engine(name, version), found))
+        click.echo(_still_missing(dims, shipped, layout, Engine(name, version), found))
 
 
 def _shape(shape: Mapping[str, int]) -> str:

@@ -109,11 +109,11 @@ def serve(
     from eldr_sim.serving.simulated.server import Service
     from eldr_sim.serving.simulated.server import serve as serve_all
 
-    own = {name: options.pop(name) for name in _OF_SERVICE}
-    guard = own["guard"] = Guard(host, allowed_host)
+    service = {name: options.pop(name) for name in _OF_SERVICE}
+    guard = service["guard"] = Guard(host, allowed_host)
     intake = Intake(Limits(*(options.pop(name) for name in Limits._fields)))
-    own["adapters"] = [name.partition("=")[0] for name in adapters]
-    own["kv_events"] = None if kv_events_config is None else parse_kv_events(kv_events_config)
+    service["adapters"] = [name.partition("=")[0] for name in adapters]
+    service["kv_events"] = None if kv_events_config is None else parse_kv_events(kv_events_config)
     config = config_from_options(options)
     if options.get("frontend") is None:
         config = config.replace(frontend="none")  # this server is a real one
@@ -123,7 +123,7 @@ def serve(
     if engine_ports is not None or engine_header is not None:
         if engine_ports is not None and engine_header is not None:
             raise InputError("engine_header", "given together with --engine-ports", "one of them")
-        if own["log"] is not None:
+        if service["log"] is not None:
             field = "engine_ports" if engine_header is None else "engine_header"
             raise InputError(field, "given together with --log", "one of them")
         workers = workers_of(config)
@@ -132,7 +132,7 @@ def serve(
     what = "compiling, and drawing the model's routing where it is new"
     click.echo(f"Getting ready: {what}", err=True)
     services = [
-        Service(worker.config, intake=intake, rank=rank, role=worker.role, **own)
+        Service(worker.config, intake=intake, rank=rank, role=worker.role, **service)
         for rank, worker in enumerate(workers)
     ]
     beside = None

@@ -100,16 +100,16 @@ def run_figures(
     reproductions: list[Reproduction] = []
     share = [0.0, 1.0]  # of the progress: before this figure, and of it
     with kept_runs(out, resume, "reproduction", about) as journal, progress_bar(title) as update:
-        runner, known = figures(lambda done: update(share[0] + done * share[1]))
+        runner, named_figures = figures(lambda done: update(share[0] + done * share[1]))
         runner.keep(journal)
-        names = choose(chosen, known)
+        names = choose(chosen, named_figures)
         if expected is not None:
             runner.expect(expected(names))
         for at, name in enumerate(names):
             if expected is None:
                 share[:] = at / len(names), 1 / len(names)
             start = time.perf_counter()
-            reproductions.append(known[name]())
+            reproductions.append(named_figures[name]())
             click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
             _show(reproductions[-1])
             if out is not None:

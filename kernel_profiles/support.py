@@ -64,14 +64,14 @@ def _on(model: ModelDims, name: str) -> Support:
     while size <= _MOST_GPUS:
         layout = Parallelism(size)
         if _fits(model, gpu, layout):
-            known = {}
+            by_kind = {}
             for engine in ENGINES:
                 parts = Parts(model, gpu, layout, (), _TOKENS, engine=Engine(engine))
-                known[engine] = _known(parts.provenance, engine)
-            return Support(model.name, _stored(model)[0], gpu.name, size, known)
+                by_kind[engine] = _known(parts.provenance, engine)
+            return Support(model.name, _stored(model)[0], gpu.name, size, by_kind)
         size *= 2
-    known = dict.fromkeys(ENGINES, _NOT_SUPPORTED)
-    return Support(model.name, _stored(model)[0], gpu.name, 0, known)
+    by_kind = dict.fromkeys(ENGINES, _NOT_SUPPORTED)
+    return Support(model.name, _stored(model)[0], gpu.name, 0, by_kind)
 
 
 def _fits(model: ModelDims, gpu: GPU, layout: Parallelism) -> bool:

@@ -37,11 +37,11 @@ def _built_in() -> dict[str, dict[str, str]]:
     for path in sorted(Path(__file__).parent.glob("*/*.py")):
         for match in _SAID.finditer(path.read_text(encoding="utf-8")):
             if match[1]:
-                own = attributes[match[1]] = {}
+                of_class = attributes[match[1]] = {}
                 above[match[1]] = match[2]
                 places[match[1]] = f"{path.parent.name}.{path.stem}:{match[1]}"
             else:
-                own[match[3]] = match[4]
+                of_class[match[3]] = match[4]
 
     def value_of(of: str, what: str) -> str | None:
         return (
@@ -53,7 +53,7 @@ def _built_in() -> dict[str, dict[str, str]]:
         for decision in built_in:
             if "name" in words and decision in (value_of(of, "decision"), value_of(of, "also")):
                 built_in[decision][words["name"]] = places[of]
-    return {decision: dict(sorted(own.items())) for decision, own in built_in.items()}
+    return {decision: dict(sorted(of_class.items())) for decision, of_class in built_in.items()}
 
 
 #: The built-in policies of each decision: their names, and where their classes are.

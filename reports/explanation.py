@@ -50,19 +50,19 @@ def open_run(path: AnyPath) -> Folder:
     (folder,) = open_folders([Path(path)])
     if folder.kind != "run":
         raise InputError("RESULT", f"{path} is a {folder.kind}", "a folder of eldr-sim run --out")
-    for name, (known, times, words) in _READ.items():
+    for name, (kind, times, words) in _READ.items():
         table, file = folder.tables[name], f"{name}.parquet of {folder.name}"
         if name == "requests" and not len(table):
             raise InputError("RESULT", f"{file} has no rows", "a run with requests")
         with contents_of(folder):
             columns = _columns(table)
-        for column in (*known, *times):
+        for column in (*kind, *times):
             if column not in columns:
                 raise InputError("RESULT", f"{file} has no column {column!r} of numbers", _WRITTEN)
         for column in words:
             if column not in table.column_names or not _is_text(table.schema.field(column).type):
                 raise InputError("RESULT", f"{file} has no column {column!r} of words", _WRITTEN)
-        for column in (*known, *words):
+        for column in (*kind, *words):
             if table.column(column).null_count:
                 raise InputError("RESULT", f"{file} lacks values of {column!r}", _WRITTEN)
         if name == "requests":
@@ -157,8 +157,8 @@ def explain_request(run: Folder, number: int) -> Explanation:
     domain = np.array(run.tables["requests"].column("domain").to_pylist())
     like = served & (domain == domain[number])
     for name in ("prompt_len", "output_len"):
-        own = requests[name][number]
-        like &= np.abs(requests[name] - own) <= 0.25 * own
+        row = requests[name][number]
+        like &= np.abs(requests[name] - row) <= 0.25 * row
     like[number] = False
     who = f"{int(like.sum())} requests of {domain[number]} as long within a quarter"
     if like.sum() < 5:
@@ -167,8 +167,8 @@ def explain_request(run: Folder, number: int) -> Explanation:
     rows = []
     for name, values in spent.items():
         if values[like].any() or values[number]:
-            own, others = 1e3 * float(values[number]), 1e3 * float(np.median(values[like]))
-            rows.append([name, own, others, own - others])
+            row, others = 1e3 * float(values[number]), 1e3 * float(np.median(values[like]))
+            rows.append([name, row, others, row - others])
     steps = _steps_of(run)
     for name, column in (("batch", "batch"), ("activated experts a layer", "active_experts")):
         each = [_mean_in(steps, column, requests, i) for i in (number, *np.flatnonzero(like)[:500])]

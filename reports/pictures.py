@@ -108,15 +108,15 @@ def intervals(
     for name, value, low, high, colour in rows:
         if not math.isfinite(value):
             continue
-        known = math.isfinite(low) and math.isfinite(high)
-        clear = not differences or (known and (low > 0 or high < 0))
+        is_finite = math.isfinite(low) and math.isfinite(high)
+        clear = not differences or (is_finite and (low > 0 or high < 0))
         hover = f"%{{y}}<br>{_text(x_label)}: %{{x:{form}}}"
         dot: Spec = {"type": "scatter", "mode": "markers", "name": _text(name)}
         dot |= {"x": [value], "y": [_text(name)]}
         dot["marker"] = {"color": _colour(colour), "size": 10}
         if not clear:
             dot["marker"]["symbol"] = "circle-open"
-        if known:
+        if is_finite:
             ends = {"array": [high - value], "arrayminus": [value - low]}
             dot["error_x"] = {"type": "data", "symmetric": False, "color": _colour(colour), **ends}
             dot["customdata"] = [[low, high]]
@@ -214,16 +214,16 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
     }
     tips = s.tips or [""] * len(s.x)
     ends = list(zip(s.low or [math.nan] * len(s.x), s.high or [math.nan] * len(s.x), strict=True))
-    known = [i for i, (low, high) in enumerate(ends) if math.isfinite(low) and math.isfinite(high)]
+    finite = [i for i, (low, high) in enumerate(ends) if math.isfinite(low) and math.isfinite(high)]
     said = [""] * len(s.x)
-    for i in known:
+    for i in finite:
         said[i] = f"<br>{interval}: {number(ends[i][0])} to {number(ends[i][1])}"
     both = zip(said, tips, strict=True)
     trace["customdata"] = [a + (f"<br>{_text(b)}" if b else "") for a, b in both]
-    drawn = {i: (max(floor, ends[i][0]), ends[i][1]) for i in known}
-    if s.line and len(known) > 1:
+    drawn = {i: (max(floor, ends[i][0]), ends[i][1]) for i in finite}
+    if s.line and len(finite) > 1:
         return [_band(s, drawn), trace]
-    if known:
+    if finite:
         above = [drawn[i][1] - y if i in drawn else None for i, y in enumerate(s.y)]
         below = [y - drawn[i][0] if i in drawn else None for i, y in enumerate(s.y)]
         trace["error_y"] = {"type": "data", "symmetric": False, **colour}

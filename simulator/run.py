@@ -339,7 +339,7 @@ def make_inputs(
     )
     share = partial(sharing, config.cluster, config.steps, config.policies.replica_choice, model)
     elastic = placing.elastic_groups(prepared, seed, config.scaling, share, artifact, calibration)
-    most = [each.most_instances() for each in elastic]
+    most_instances = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
     return RunInputs(
         spec,
@@ -362,7 +362,7 @@ def make_inputs(
             placements,
             model.n_experts,
             model.n_moe_layers,
-            most=max([1, *most]) if relocations is None else relocations.most_instances,
+            most=max([1, *most_instances]) if relocations is None else relocations.most_instances,
         ),
         prompts=prompt_rows(trace, workload) if trace is not None and trace.has_prompts else None,
         queue_keys=queue_keys(order, workload),

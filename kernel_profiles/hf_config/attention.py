@@ -216,10 +216,10 @@ def _states(keys: Keys, family: str) -> dict[str, Any]:
 
 def _kda(keys: Keys) -> dict[str, Any]:
     """Fields of Kimi Delta Attention."""
-    own = keys.object("linear_attn_config")
-    heads, width = own.needed("num_heads"), own.needed("head_dim")
-    conv = own.needed("short_conv_kernel_size")
-    own.ignore("gate_lower_bound", "full_attn_layers", "kda_layers")
+    section = keys.object("linear_attn_config")
+    heads, width = section.needed("num_heads"), section.needed("head_dim")
+    conv = section.needed("short_conv_kernel_size")
+    section.ignore("gate_lower_bound", "full_attn_layers", "kda_layers")
     for name, value in (("num_heads", heads), ("head_dim", width), ("conv_kernel_dim", conv)):
         keys.only(f"linear_{name}", value)
     keys.ignore("linear_lower_bound")
@@ -228,7 +228,7 @@ def _kda(keys: Keys) -> dict[str, Any]:
         "linear_key_heads": heads,
         "linear_value_heads": heads,
         "linear_head_dim": width,
-        "linear_gate_rank": 0 if own.get("use_full_rank_gate") else width,
+        "linear_gate_rank": 0 if section.get("use_full_rank_gate") else width,
         "linear_conv": conv,
     }
 

@@ -139,17 +139,17 @@ class DecodeAttention:
             found = np.flatnonzero(np.isfinite(row))
             inner = slice(0, found[-1] + 1)
             row[inner] = np.interp(context[inner], context[found], row[found])
-        known = np.isfinite(grid)
+        measured = np.isfinite(grid)
         grid = monotone_fit(monotone_fit(grid, axis=1), axis=0)
         slopes = []
         for i in range(len(batch)):
-            last = np.flatnonzero(known[i])[-2:]
+            last = np.flatnonzero(measured[i])[-2:]
             if len(last) == 2:
                 step = (context[last[1]] - context[last[0]]) * batch[i]
                 slopes.append((step, (grid[i, last[1]] - grid[i, last[0]]) / step))
         token_s = max(slopes)[1]
         for i in range(len(batch)):
-            end = int(np.flatnonzero(known[i])[-1])
+            end = int(np.flatnonzero(measured[i])[-1])
             grid[i, end + 1 :] = grid[i, end] + token_s * batch[i] * (
                 context[end + 1 :] - context[end]
             )

@@ -158,14 +158,14 @@ class MoELatency:
         balanced or not, shrinks to the rank's share of the token-expert pairs."""
         if n_ranks == 1:
             return self
-        own = self.n_experts // n_ranks
+        rank_experts = self.n_experts // n_ranks
         floor = self.expert_s[0]
         return replace(
             self,
-            n_experts=own,
+            n_experts=rank_experts,
             top_k=self.top_k / n_ranks,
-            expert_s=self.expert_s[: own + 1],
-            batch_s=self.batch_s * (self.expert_s[own] / self.expert_s[-1]),
+            expert_s=self.expert_s[: rank_experts + 1],
+            batch_s=self.batch_s * (self.expert_s[rank_experts] / self.expert_s[-1]),
             token_s=self.token_s / n_ranks,
             unbalanced_s=floor + (self.unbalanced_s - floor) / n_ranks,
         )

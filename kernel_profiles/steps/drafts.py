@@ -73,19 +73,19 @@ def build_draft(
         )
         return Draft(None, host, provenance=provenance, warnings=(note,) if host_s is None else ())
     dims, linears, shared = _dims(method, target, model)
-    own = Parallelism(parallelism.tensor_parallel_size)
+    layout = Parallelism(parallelism.tensor_parallel_size)
     if dims.n_experts:
-        own = parallelism
-    steps = build(dims, own, host, linears)
-    weights = own.weight_bytes(dims) + sum(2 * n * k for n, k in linears)
-    weights -= 2 * shared // own.tensor_parallel_size
-    shard = own.shard(dims)
+        layout = parallelism
+    steps = build(dims, layout, host, linears)
+    weights = layout.weight_bytes(dims) + sum(2 * n * k for n, k in linears)
+    weights -= 2 * shared // layout.tensor_parallel_size
+    shard = layout.shard(dims)
     origin = {"mtp": "a layer of the model", "draft_model": dims.name}.get(method, "a dense layer")
     provenance["draft"] = provenance_of(steps.label, origin)
     if method != "draft_model" and model is None:
         provenance["draft"]["label"] = "roofline" if steps.label == "roofline" else "derived"
     return Draft(
-        steps, host, weights, own.kv_bytes_per_token(dims), shard.n_kv_tensors, provenance,
+        steps, host, weights, layout.kv_bytes_per_token(dims), shard.n_kv_tensors, provenance,
         tuple(f"draft: {warning}" for warning in steps.warnings),
     )  # fmt: skip
 

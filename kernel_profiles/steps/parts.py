@@ -254,8 +254,8 @@ class Parts:
                 source = rates.source + of
                 self.provenance["moe"] = format.provenance_of(efficiency.provenance, source, kernel)
                 return tiled
-        known = {"auto", "aiter"} if rates is not None else {"auto"}
-        if self.moe_backend not in known:
+        backends = {"auto", "aiter"} if rates is not None else {"auto"}
+        if self.moe_backend not in backends:
             problem = f"no rows of {self.moe_backend}'s kernel for {model.name} on {self.gpu.name}"
             size = self.parallelism.tensor_parallel_size
             if size > 1 and self.parallelism.n_expert_ranks == 1:
@@ -263,8 +263,8 @@ class Parts:
             for backend in get_args(MoEBackend):
                 tables = [self._moe_table(n, backend) for n in (1, self.parallelism.n_expert_ranks)]
                 if any(table is not None for table in tables):
-                    known.add(backend)
-            allowed = ", ".join(sorted(known))
+                    backends.add(backend)
+            allowed = ", ".join(sorted(backends))
             allowed += ", or --tables DIR with rows of that kernel: docs/tables.md"
             raise InputError("moe_backend", problem, allowed)
         self._record_roofline("moe")

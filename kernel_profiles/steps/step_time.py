@@ -96,13 +96,13 @@ class StepTimeModel:
         sizes = np.array(chunks, np.int64).reshape(-1, 2)
         tokens = batch + int(sizes[:, 1].sum())
         rows = batch + len(sizes) if rows is None else rows
-        most = len(self.cost.mixed_moe_s) - 1 if len(sizes) else self.max_num_seqs
+        largest = len(self.cost.mixed_moe_s) - 1 if len(sizes) else self.max_num_seqs
         if not 0 <= batch <= self.max_num_seqs:
             raise InputError("batch", f"{batch}", f"0 to {self.max_num_seqs}")
         if not 0 <= rows <= self.max_num_seqs:
             raise InputError("rows", f"{rows}", f"0 to {self.max_num_seqs}")
-        if tokens > most:
-            raise InputError("tokens", f"{tokens} in a step", f"{most} or fewer")
+        if tokens > largest:
+            raise InputError("tokens", f"{tokens} in a step", f"{largest} or fewer")
         if (sizes[:, 1] < 1).any() or (sizes.sum(axis=1) > self.max_model_len).any():
             raise InputError("chunks", f"{list(chunks)}", f"up to {self.max_model_len} tokens")
         if activated is None and not len(sizes) and self.n_moe_layers:

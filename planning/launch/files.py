@@ -217,8 +217,8 @@ def _bench(made: Deployment, prompt: int, output: int, rate: float) -> str:
     config = made.config
     bounds: dict[str, Any] = config.output.goodput.model_dump(exclude_none=True)
     seconds = 60.0 if config.requests.duration_s is None else config.requests.duration_s
-    own, n_prefixes = prompt - config.requests.prefix_len, config.requests.num_prefixes
-    lengths = f"--dataset-name random --random-input-len {own} --random-output-len {output} "
+    unshared, n_prefixes = prompt - config.requests.prefix_len, config.requests.num_prefixes
+    lengths = f"--dataset-name random --random-input-len {unshared} --random-output-len {output} "
     lengths += (
         f"--random-prefix-len {config.requests.prefix_len} " if config.requests.prefix_len else ""
     )
@@ -226,7 +226,9 @@ def _bench(made: Deployment, prompt: int, output: int, rate: float) -> str:
     if n_prefixes > 1:
         kind = "prefix-repetition"
         lengths = f"--dataset-name prefix_repetition --{kind}-num-prefixes {n_prefixes} "
-        lengths += f"--{kind}-prefix-len {config.requests.prefix_len} --{kind}-suffix-len {own} "
+        lengths += (
+            f"--{kind}-prefix-len {config.requests.prefix_len} --{kind}-suffix-len {unshared} "
+        )
         lengths += f"--{kind}-output-len {output}"
     words = [
         'vllm bench serve --model "$MODEL" --base-url "${URL:-http://127.0.0.1:8000}"',

@@ -217,18 +217,18 @@ def _table(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> pa.Table:
 
 def _column(values: list[Any]) -> pa.Array:
     """Return a column of numbers or booleans, or of text with other values as JSON."""
-    known = [value for value in values if value is not None]
-    if any(isinstance(value, bool | str | list | tuple | dict) for value in known) and not all(
-        isinstance(value, bool) for value in known
+    present = [value for value in values if value is not None]
+    if any(isinstance(value, bool | str | list | tuple | dict) for value in present) and not all(
+        isinstance(value, bool) for value in present
     ):
         values = [
             value if value is None or isinstance(value, str) else json.dumps(value)
             for value in values
         ]
-    elif any(isinstance(value, float) for value in known):
+    elif any(isinstance(value, float) for value in present):
         values = [None if value is None else float(value) for value in values]
     # A column without values gets the type of a metric.
-    return pa.array(values, None if known else pa.float64())
+    return pa.array(values, None if present else pa.float64())
 
 
 def _write(folder: Path, spec: SweepSpec, result: SweepResult) -> None:

@@ -105,7 +105,7 @@ def cheapest_fleet(
             raise InputError(field, "a plan chooses the number of workers itself", "none")
     asked, level = config, {"goodput": objective.level, "autoscale": "none"}
     config = config.model_copy(update=level)
-    most = min(
+    most_workers = min(
         config.n_gpus if bounded else max_gpus, config.scaling.gpu_budget or candidates.MOST_GPUS
     )
     wanted, sizes = space.wanted, (space.tensor_parallel_sizes, space.data_parallel_sizes)
@@ -115,9 +115,9 @@ def cheapest_fleet(
     found: list[FleetBounds | str] = []
     for each in configs:
         if bounded:
-            found.append(_bounded(each, objective, most))
+            found.append(_bounded(each, objective, most_workers))
         else:
-            found.append(_likely(each, wanted, objective, most, sizes))
+            found.append(_likely(each, wanted, objective, most_workers, sizes))
     rate = next((f.template.bounds.rate for f in found if isinstance(f, FleetBounds)), math.nan)
     check_requests(config, rate)
     searches = [
@@ -127,7 +127,7 @@ def cheapest_fleet(
     together = runs.together(searches)
     rows = [row for each in together for row in each]
     rows.sort(key=lambda row: math.inf if row.figure is None else row.figure.mean)
-    question = Question("day", asked, objective, most, rate, axes=wanted)
+    question = Question("day", asked, objective, most_workers, rate, axes=wanted)
     gains = tuple(gain for each in together for gain in _gains(each))
     return Answer(question, tuple(rows), runs, gains=gains)
 
@@ -290,15 +290,15 @@ def _settings(rule: str, objective: Objective, span_s: float, together: bool) ->
     kind = registry.find("scaling", choice.name)
     assert issubclass(kind, Autoscaler)
     level, fields = objective.level, kind.Parameters.model_fields
-    own: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for name, bound in (("ttft", level.ttft), ("itl", level.tpot)):
         if name in fields and name not in choice.given and bound is not None:
-            own[name] = bound
+            overrides[name] = bound
     if "period" in fields and "period" not in choice.given:
-        own["period"] = min(fields["period"].default, float(math.ceil(span_s / _LINES)))
+        overrides["period"] = min(fields["period"].default, float(math.ceil(span_s / _LINES)))
         if "interval" not in choice.given:
-            own["interval"] = min(fields["interval"].default, own["period"])
-    known = registry.parameters("scaling", rule).model_copy(update=own)
+            overrides["interval"] = min(fields["interval"].default, overrides["period"])
+    parameters = registry.parameters("scaling", rule).model_copy(update=overrides)
     aims = [name for name in kind.aims if name not in choice.given]
     lists = []
     open_ones = [name for name in kind.ways if name not in choice.given]
@@ -307,7 +307,7 @@ def _settings(rule: str, objective: Objective, span_s: float, together: bool) ->
         words = [
             _spelled(
                 kind.name,
-                known.model_copy(update=dict(zip(open_ones, way, strict=True))),
+                parameters.model_copy(update=dict(zip(open_ones, way, strict=True))),
                 dict.fromkeys(aims, factor),
             )
             for factor in (kind.factors if aims else (1.0,))

@@ -258,17 +258,17 @@ def make_candidate(
             continue
         try:
             limits = bounds(shape, objective, load)
-            each = (math.inf, math.inf)
+            per_worker = (math.inf, math.inf)
             if not limits.impossible:
-                each = capacity(shape, objective, load[0])
+                per_worker = capacity(shape, objective, load[0])
         except InputError as error:
             if error.field not in (*SIZE_FIELDS, *axes.values):
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
-        likely = estimate(each, limits.rate, colocated=shape.cluster.n_prefill == 0)
+        likely = estimate(per_worker, limits.rate, colocated=shape.cluster.n_prefill == 0)
         likely = max(likely[0], limits.n_prefill), max(likely[1], limits.n_decode)
-        templates.append(ClusterTemplate(shape, limits, max_gpus, likely, each))
+        templates.append(ClusterTemplate(shape, limits, max_gpus, likely, per_worker))
     templates.sort(
         key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.cluster.n_prefill == 0)
     )

@@ -255,19 +255,19 @@ def _search_sizes(
     templates = list(candidate.templates)
     if templates and not templates[0].config.cluster.generates:
         templates = yield from by_speed(templates)
-    known: list[Parallelism] | None = None
+    layouts: list[Parallelism] | None = None
     start: tuple[int, int] | None = None
     without_gain: set[str] = set()
     if lead is not None and lead.template is not None:
-        known, start = _workers(lead.template), lead.search.best
-        templates.sort(key=lambda template: _workers(template) != known)
+        layouts, start = _workers(lead.template), lead.search.best
+        templates.sort(key=lambda template: _workers(template) != layouts)
         own = templates[0].config.model_copy(
             update={"policy": lead.template.config.policies.policy}
         )
         if own == lead.template.config:  # routers alone differ
             without_gain = {shape.shape for shape in lead.shapes if shape.cost is None}
     for template in templates:
-        near = start if _workers(template) == known else None
+        near = start if _workers(template) == layouts else None
         factor = 1.0 if shape_label(template.config) in without_gain else ESTIMATE_FACTOR
         yield from _search_shape(result, template, objective, near, factor)
     for template in _other_budgets(result):

@@ -140,13 +140,13 @@ def _seeds(
     """Find the rates of contenders under so many seeds; that of the first where it is known."""
     asked: list[Search[RateRange | None]] = []
     for contender in contenders:
-        known = rates.setdefault(
+        by_seed = rates.setdefault(
             contender.key, [contender.good or None] if is_narrow(contender, low) else []
         )
         likely = contender.good or max(low, contender.bad / FROM_ESTIMATE)
         asked += [
             carried(contender.at(likely), seed, objective, low=low, factor=NEAR)
-            for seed in range(len(known), n)
+            for seed in range(len(by_seed), n)
         ]
     found = iter((yield from side_by_side(asked)))
     for contender in contenders:

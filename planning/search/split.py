@@ -138,13 +138,13 @@ def _fastest(
         tried += new
         yield from side_by_side([_race(split, tried, objective, low) for split in new])
         tried.sort(key=lambda split: -split.good)
-        best, known = tried[0], {split.key for split in tried}
+        best, tried_keys = tried[0], {split.key for split in tried}
         beside = [
             _split(best.template, x, y, best.good)
             for x, y in _full_splits(best.template, n_gpus)
             if abs(x - best.x) == 1
         ]
-        new = [split for split in beside if split.key not in known]
+        new = [split for split in beside if split.key not in tried_keys]
     rates = yield from race.decide_winners(tried, objective, low)
     result = []
     for split in tried:

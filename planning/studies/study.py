@@ -249,19 +249,19 @@ class _Grid:
         tables: Sequence["_Table"],
     ) -> Iterator[Claim]:
         for values in product(*(self.axes[axis] for axis in claim.each)):
-            each = {axis: v.name for axis, v in zip(claim.each, values, strict=True)}
-            scopes = [parsed(table.scope(each)) for table in tables]
+            labels = {axis: v.name for axis, v in zip(claim.each, values, strict=True)}
+            scopes = [parsed(table.scope(labels)) for table in tables]
             ours = t_interval([value for value, _ in scopes])
             paper = claim.paper
             if isinstance(paper, dict):
-                key = next((str(v) for v in each.values() if str(v) in paper), None)
+                key = next((str(v) for v in labels.values() if str(v) in paper), None)
                 if key is None:
-                    problem = f"no range for {', '.join(map(str, each.values()))}"
+                    problem = f"no range for {', '.join(map(str, labels.values()))}"
                     raise InputError(f"{self.name}.claims.paper", problem, ", ".join(paper))
                 paper = paper[key]
             low, high = paper if isinstance(paper, tuple) else (paper, paper)
             yield Claim(
-                claim.says.format(**each), low, high, ours.mean, claim.unit, claim.tolerance,
+                claim.says.format(**labels), low, high, ours.mean, claim.unit, claim.tolerance,
                 scopes[0][1], claim.stated, claim.neutral, claim.given,
                 None if len(tables) == 1 else (ours.low, ours.high), claim.trend,
             )  # fmt: skip

@@ -55,18 +55,18 @@ def by_layer(load: Floats, group: ExpertGroup, budget: int) -> Placement:
     they even most. ``load``: [layers, experts]. Raises InputError as `balance`."""
     n_layers, n_experts = load.shape
     units = n_layers * budget // group.n_ranks
-    most = min(units, _MOST_UNITS, n_experts // group.n_ranks)
+    most_units = min(units, _MOST_UNITS, n_experts // group.n_ranks)
     choices = [
-        balance(load, group._replace(n_redundant=n * group.n_ranks)) for n in range(most + 1)
+        balance(load, group._replace(n_redundant=n * group.n_ranks)) for n in range(most_units + 1)
     ]
-    height = np.empty((most + 1, n_layers))  # of the fullest GPU, over the mean
+    height = np.empty((most_units + 1, n_layers))  # of the fullest GPU, over the mean
     for n, placed in enumerate(choices):
         assert placed.load is not None
         height[n] = placed.load.max(axis=1) / np.maximum(placed.load.mean(axis=1), 1e-30)
     given, layers = np.zeros(n_layers, np.int64), np.arange(n_layers)
     for _ in range(units):
-        after = np.minimum(given + 1, most)
-        saved = np.where(given < most, height[given, layers] - height[after, layers], -np.inf)
+        after = np.minimum(given + 1, most_units)
+        saved = np.where(given < most_units, height[given, layers] - height[after, layers], -np.inf)
         best = int(np.argmax(np.round(saved, 9)))
         if saved[best] <= 0.0:
             break

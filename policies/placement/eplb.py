@@ -75,14 +75,16 @@ def balance(load: Array, group: base.ExpertGroup) -> base.Placement:
     # From here on each node of each layer is a row.
     rows = np.take_along_axis(load, of_node, axis=1).reshape(n_layers * n_nodes, -1)
     instance, count = replicate(rows, group.n_redundant // n_nodes)
-    each = np.take_along_axis(rows / count, instance, axis=1)
-    rank = base.greedy_placement(each, group.n_ranks // n_nodes)
-    slot = np.lexsort((-np.round(each, 9), rank))
+    instance_load = np.take_along_axis(rows / count, instance, axis=1)
+    rank = base.greedy_placement(instance_load, group.n_ranks // n_nodes)
+    slot = np.lexsort((-np.round(instance_load, 9), rank))
     local = np.take_along_axis(instance, slot, axis=1).reshape(n_layers, n_nodes, -1)
     expert = np.take_along_axis(of_node.reshape(n_layers, n_nodes, -1), local, axis=2)
     expert = expert.reshape(n_layers, -1)
     ranks = np.arange(group.n_ranks).repeat(per_rank)
-    of_rank = np.take_along_axis(each, slot, axis=1).reshape(n_layers, -1, per_rank).sum(axis=2)
+    of_rank = (
+        np.take_along_axis(instance_load, slot, axis=1).reshape(n_layers, -1, per_rank).sum(axis=2)
+    )
     return base.Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks, of_rank)
 
 

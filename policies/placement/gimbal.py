@@ -70,13 +70,13 @@ class GimbalPlacement(base.PlacementPolicy):
         return self._placed(group, load)
 
     def _placed(self, group: base.ExpertGroup, load: Array) -> base.Placement:
-        own, counts = self._own, self._transitions
-        if own.pairs is not None:
-            linked = linked_experts(counts, own.pairs)
+        parameters, counts = self._own, self._transitions
+        if parameters.pairs is not None:
+            linked = linked_experts(counts, parameters.pairs)
         else:
             # A token counts once for each two of its experts.
             tokens = counts.sum(axis=(1, 2), keepdims=True) / self._top_k**2
-            frequent = np.where(counts >= own.frequency * tokens, counts, 0)
+            frequent = np.where(counts >= parameters.frequency * tokens, counts, 0)
             linked = linked_experts(frequent, counts[0].size)
         return anchored(load, linked, group.n_ranks, self._own.anchor)
 

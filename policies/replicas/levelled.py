@@ -146,8 +146,8 @@ def _poured(
             break
         moved = 0.0
         for expert in order:
-            on, own = ranks[expert], poured[expert]
-            for rank, share in zip(on, own, strict=True):
+            on, poured_tokens = ranks[expert], poured[expert]
+            for rank, share in zip(on, poured_tokens, strict=True):
                 load[rank] -= share
             level, filled = float(tokens[expert]), 0
             lowest = sorted(set(on), key=load.__getitem__)
@@ -158,9 +158,9 @@ def _poured(
             level /= filled
             for j, rank in enumerate(on):
                 share = max(0.0, level - load[rank]) / on.count(rank)
-                moved = max(moved, abs(share - own[j]))
-                own[j] = share
-            for rank, share in zip(on, own, strict=True):
+                moved = max(moved, abs(share - poured_tokens[j]))
+                poured_tokens[j] = share
+            for rank, share in zip(on, poured_tokens, strict=True):
                 load[rank] += share
     return poured
 

@@ -193,14 +193,14 @@ class MarginalCostPolicy(RouterPolicy):
         """Return the request's predicted activation, or the calibration mean; remembered."""
         if self._alike or request.signature is None:
             return _usage(of_tokens(self._model.mean_activation, self._tokens))
-        known = request.signature_id
-        if known is not None and known in self._usages:
-            return self._usages[known]
+        signature_id = request.signature_id
+        if signature_id is not None and signature_id in self._usages:
+            return self._usages[signature_id]
         usage = _usage(of_tokens(self._model.predict(request.signature), self._tokens))
-        if known is not None:
+        if signature_id is not None:
             if len(self._usages) == _REMEMBERED:
                 del self._usages[next(iter(self._usages))]  # the oldest
-            self._usages[known] = usage
+            self._usages[signature_id] = usage
         return usage
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:

@@ -90,14 +90,14 @@ class HashRingPolicy(RouterPolicy):
     def __init__(
         self, context: PolicyContext, parameters: HashRingParameters | None = None
     ) -> None:
-        own = parameters or HashRingParameters()
-        self._load_factor = own.load_factor
-        self.prefix_blocks = -(-own.prefix_tokens // context.prefix_block_tokens)
+        settings = parameters or HashRingParameters()
+        self._load_factor = settings.load_factor
+        self.prefix_blocks = -(-settings.prefix_tokens // context.prefix_block_tokens)
         self._everyone = Rule(range(context.n_workers), in_turn=False)
         ring = sorted(
             (_mix64(worker << 32 | point), worker)
             for worker in range(context.n_workers)
-            for point in range(own.points)
+            for point in range(settings.points)
         )
         self._positions = [position for position, _ in ring]
         self._workers = [worker for _, worker in ring]

@@ -414,13 +414,13 @@ class Seconds(base.Autoscaler):
     def _means(self, pool: base.PoolView, interval_s: float) -> tuple[float, float, float] | None:
         """Return the smoothed tokens of prompts, outputs and cached prompts; None: none known."""
         seen = pool.prompt_tokens, pool.output_tokens, pool.cached_tokens
-        known = self._mean.get(pool.name)
+        means = self._mean.get(pool.name)
         if any(map(math.isnan, seen)):
-            return known
+            return means
         weight = 1.0 - math.exp(-interval_s / self.parameters.memory)
-        if known is not None:
+        if means is not None:
             prompt, output, cached = (
-                old + weight * (new - old) for old, new in zip(known, seen, strict=True)
+                old + weight * (new - old) for old, new in zip(means, seen, strict=True)
             )
             seen = prompt, output, cached
         self._mean[pool.name] = seen

@@ -107,14 +107,14 @@ class Explorer:
 
         loader = PackageLoader("eldr_sim.reports")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-        known: dict[str, Iterable[str]] = {"model": list_models(), "gpu": list_gpus()}
-        known |= {"policy": BUILT_IN["decode"], "workload": WORKLOADS, "engine": get_args(Engine)}
+        choices: dict[str, Iterable[str]] = {"model": list_models(), "gpu": list_gpus()}
+        choices |= {"policy": BUILT_IN["decode"], "workload": WORKLOADS, "engine": get_args(Engine)}
         return environment.get_template("explore.html").render(
             version=__version__,
             start=self._start,
             rents=_rents(),
             read_only=self._read_only,
-            choices={k: list(dict.fromkeys([*v, self._start[k]])) for k, v in known.items()},
+            choices={k: list(dict.fromkeys([*v, self._start[k]])) for k, v in choices.items()},
         )
 
     async def _points(self, request: Any) -> Any:

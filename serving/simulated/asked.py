@@ -122,10 +122,10 @@ class Parser:
         check(body, self._role, n * len(prompts))
         limits = [_count(body, name, None, 1, 1 << 31)
                   for name in ("max_tokens", "max_completion_tokens")]  # fmt: skip
-        most = next((limit for limit in reversed(limits) if limit is not None), None)
-        least = self._least(body, most)
+        max_tokens = next((limit for limit in reversed(limits) if limit is not None), None)
+        least = self._least(body, max_tokens)
         for prompt in prompts:
-            self._check_length(prompt, most)
+            self._check_length(prompt, max_tokens)
         stops, logprobs = _stops(body), _logprobs(body, kind)
         ignored = sorted(set(body) - _KNOWN)
         streamed = bool(body.get("stream"))
@@ -133,7 +133,9 @@ class Parser:
         if options is not None and not (streamed and isinstance(options, dict)):
             raise ValueError("stream_options: without stream, or no object")
         adapter = self._adapter(body)
-        return Asked(body, prompts, adapter, n, most, least, streamed, stops, logprobs, ignored)
+        return Asked(
+            body, prompts, adapter, n, max_tokens, least, streamed, stops, logprobs, ignored
+        )
 
     def tokenize(self, raw: bytes) -> list[int]:
         """Return the tokens of a body of ``/tokenize``; raises ValueError."""

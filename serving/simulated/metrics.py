@@ -76,13 +76,13 @@ class Metrics(http.Registry):
     def __init__(self, model: str, engine: str = "vllm", adapters: Sequence[str] = ()) -> None:
         super().__init__("serve")
         self._model, self._adapters = model, adapters
-        self._dialect = own = DIALECTS.get(engine, DIALECTS["vllm"])
+        self._dialect = dialect = DIALECTS.get(engine, DIALECTS["vllm"])
         self._core: Core | None = None
         #: What is collected besides: of KV events.
         self.more: Callable[[], Iterable[Any]] = tuple
 
         def made(kind: Any, vllm: str, text: str, labels: list[str], **more: Any) -> Any:
-            name = own.name(vllm)
+            name = dialect.name(vllm)
             return None if name is None else kind(
                 name, text, ["model_name", *labels], registry=self.registry, **more
             )  # fmt: skip
@@ -98,11 +98,13 @@ class Metrics(http.Registry):
             found = made(self.library.Counter, name, text, [])
             return _nothing if found is None else found.labels(model).inc
 
-        self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", own.ttft_s)
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "Time to first token.", dialect.ttft_s
+        )
         tpot = "request_time_per_output_token_seconds"
-        self._tpot = histogram(tpot, "Time an output token of a request.", own.itl_s)
-        self._itl = histogram("inter_token_latency_seconds", "Between tokens.", own.itl_s)
-        self._e2e = histogram("e2e_request_latency_seconds", "Of whole requests.", own.e2e_s)
+        self._tpot = histogram(tpot, "Time an output token of a request.", dialect.itl_s)
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens.", dialect.itl_s)
+        self._e2e = histogram("e2e_request_latency_seconds", "Of whole requests.", dialect.e2e_s)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
         self._output = histogram("request_generation_tokens", "Output tokens.", _TOKENS)
         self._prompts = counter("prompt_tokens", "Prompt tokens.")
@@ -112,7 +114,7 @@ class Metrics(http.Registry):
         text, kind = "Requests by their end.", self.library.Counter
         self._success = made(kind, "request_success", text, ["finished_reason"])
         self._requests = self._aborted = _nothing
-        if own.prefix == "sglang:":
+        if dialect.prefix == "sglang:":
             ends = [kind(f"sglang:num_{name}requests", text, ["model_name"], registry=self.registry)
                     for name in ("", "aborted_")]  # fmt: skip
             self._requests, self._aborted = (end.labels(model).inc for end in ends)

@@ -309,13 +309,15 @@ def make_groups(inputs: RunInputs, arrays: loop.Run) -> group_state.Groups | Non
     n_workers, ranks, width = arrays.masks.shape
     shared, relocations = inputs.replicas or group_state.no_replicas(), inputs.relocations
     if inputs.replica_policy is not None:  # it chooses instances in Python
-        most = max(
+        tokens_per_rank = max(
             -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
             for e in engines
             if e.group is not None
         )
         instances = max(shared.rank.shape[3] - 1, 0)
-        shared = shared._replace(asked=np.zeros((instances, ranks, most, width), np.uint64))
+        shared = shared._replace(
+            asked=np.zeros((instances, ranks, tokens_per_rank, width), np.uint64)
+        )
     nodes = max(-(-ranks // group.gpus_per_node) for group in groups)
     step_time, instances = inputs.spec.decode.step_time, shared.rank.shape[3]
     n_layers, n_experts = step_time.n_moe_layers, step_time.cost.n_experts

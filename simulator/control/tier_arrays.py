@@ -71,7 +71,7 @@ def make_tiers(
     records = np.where(every["arc"], 2 * every["n_blank"] + 1, every["n_blank"])
     context = min(spec.max_model_len // spec.block_size + 1, max(n_listed, _LEAST_BLOCKS))
     records += np.where(every["by_session"], every["n_blank"] + context, 0)
-    most = max(int(records.max(initial=0)), 1)
+    most_records = max(int(records.max(initial=0)), 1)
     in_lists = int(records[every["arc"]].max(initial=0))
     of_sessions = every["n_blank"][every["by_session"]]
     n_by_session = n_stores if len(of_sessions) else 0
@@ -83,10 +83,10 @@ def make_tiers(
     if spec.tiers[-1].name == DECODE:
         loading["pulls"] = n_tiers - 1
     return plane.Tiers(
-        clock, loading, rules, links, every, np.zeros((n_stores, most), BLOCK),
-        np.zeros((n_stores, 1 << max(2, (2 * most - 1).bit_length())), np.int32),
-        np.zeros((n_stores, most)), make_lists(n_stores, in_lists),
-        session_lists.make_lists(n_by_session, most, int(of_sessions.max(initial=0))),
+        clock, loading, rules, links, every, np.zeros((n_stores, most_records), BLOCK),
+        np.zeros((n_stores, 1 << max(2, (2 * most_records - 1).bit_length())), np.int32),
+        np.zeros((n_stores, most_records)), make_lists(n_stores, in_lists),
+        session_lists.make_lists(n_by_session, most_records, int(of_sessions.max(initial=0))),
         np.full((n_requests, n_tiers), -1), np.zeros(n_tiers, np.int64),
         np.zeros(n_requests, plane.LOAD), np.zeros((n_requests, n_tiers), np.int32),
     )  # fmt: skip

@@ -429,7 +429,7 @@ class VllmScheduler:
             sampled.append([0] * got if part.samples else [])
             if not gone:
                 before[part.request_id] = self.vllm.requests[part.request_id].num_output_tokens
-        known = {name: self.vllm.requests[name] for name in before}
+        requests_before = {name: self.vllm.requests[name] for name in before}
         names = [part.request_id for part in plan.parts]
         self.vllm.update_from_output(plan.output, self.v.ModelRunnerOutput(
             names, {name: i for i, name in enumerate(names)}, sampled,
@@ -437,9 +437,9 @@ class VllmScheduler:
         ))  # fmt: skip
         done, drafting = [], []
         for part, tokens in zip(plan.parts, sampled, strict=True):
-            if part.request_id not in known or not part.samples:
+            if part.request_id not in requests_before or not part.samples:
                 continue
-            request = known[part.request_id]
+            request = requests_before[part.request_id]
             if lost := len(tokens) - (request.num_output_tokens - before[part.request_id]):
                 self.take_back(part.sequence, lost)
             if request.is_finished():

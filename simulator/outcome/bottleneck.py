@@ -80,13 +80,13 @@ def phases_of(
     names = [name for name, _ in PHASES.values()]
     last = np.zeros(len(here), np.int64)  # place of the last known time, counted from 1
     for place, key in enumerate(PHASES, start=1):
-        known = np.nan_to_num(times[key], nan=-1.0) >= 0.0 if key in times else None
-        if known is None:
+        has_value = np.nan_to_num(times[key], nan=-1.0) >= 0.0 if key in times else None
+        if has_value is None:
             spent[names[place - 1]] = np.zeros(len(here))
             continue
-        at = np.where(known, times[key], here)
+        at = np.where(has_value, times[key], here)
         spent[names[place - 1]] = at - here
-        here, last = at, np.where(known, place, last)
+        here, last = at, np.where(has_value, place, last)
     waiting_in[~ended] = np.minimum(last, len(names) - 1)[~ended]
     for place, name in enumerate(names):
         left = np.maximum(until_s - here, 0.0)  # a step may give its token later

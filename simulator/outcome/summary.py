@@ -357,14 +357,14 @@ def _batches(record: RunRecord, spec: ClusterSpec) -> tuple[Ints, dict[str, int]
     measured = [spec.of_decoders(attrgetter(f"step_time.{name}")) for name in names]
     counts, sizes = np.zeros(4, np.int64), np.zeros(1, np.int64)
     for part in steps_within(record, *record.window):
-        most = [of[part["worker"]] for of in measured]
+        limits = [of[part["worker"]] for of in measured]
         sequences, context = part["sequences"], part["context"]
         sizes = added(sizes, np.bincount(sequences))
         counts += [
-            np.count_nonzero(part["tokens"] > most[0]),
-            np.count_nonzero(sequences > most[1]),
-            np.count_nonzero(context > most[2] * np.maximum(sequences, 1)),
-            np.count_nonzero(context > most[3]),
+            np.count_nonzero(part["tokens"] > limits[0]),
+            np.count_nonzero(sequences > limits[1]),
+            np.count_nonzero(context > limits[2] * np.maximum(sequences, 1)),
+            np.count_nonzero(context > limits[3]),
         ]
     beyond = "moe_batch", "attention_batch", "attention_context", "attention_tokens"
     return sizes, dict(zip(beyond, counts.tolist(), strict=True))

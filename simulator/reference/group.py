@@ -335,13 +335,16 @@ class ExpertGroup(EngineGroup):
         """Return the part of the tokens in each chunk that MoE layers compute at once; all engines
         exchange as many chunks as the fullest, or two halves."""
         size, per_engine = self.shared.chunk, self.shared.ranks_per_engine
-        own = np.add.reduceat(n_home, range(0, len(n_home), per_engine))
-        if self.is_split(int(own.max()), prompts):
+        engine_tokens = np.add.reduceat(n_home, range(0, len(n_home), per_engine))
+        if self.is_split(int(engine_tokens.max()), prompts):
             return [0.5, 0.5]
-        if not size or own.max() <= size:
+        if not size or engine_tokens.max() <= size:
             return [1.0]
-        chunks = range(-(-int(own.max()) // size))
-        return [float(np.clip(own - c * size, 0, size).sum() / own.sum()) for c in chunks]
+        chunks = range(-(-int(engine_tokens.max()) // size))
+        return [
+            float(np.clip(engine_tokens - c * size, 0, size).sum() / engine_tokens.sum())
+            for c in chunks
+        ]
 
     def rank_s(self, pairs: int, experts: int, part: float, prompts: bool) -> float:
         """Return what a layer takes on one rank for a part of the tokens, s: all that chose an

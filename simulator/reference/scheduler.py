@@ -206,19 +206,19 @@ class Scheduler:
         While blocks lack, the one that was admitted last goes, or under priority scheduling the
         last in the queue order. If that is the one that lacks them, all behind it sit the step
         out."""
-        preempts, most = False, self.longest_chunk()
+        preempts, longest = False, self.longest_chunk()
         for sequence in sorted(self.planned + self.prefilling, key=lambda s: s.ticket):
             prompt = sequence in self.prefilling
             if (prompt and defers_prompts) or not (prompt or sequence in self.planned):
                 continue
-            while self.lacking(sequence, most) > len(self.kv.pool.free):
+            while self.lacking(sequence, longest) > len(self.kv.pool.free):
                 preempts, victim = True, self.victim()
                 self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
                 if victim is sequence:
                     self.sit_out(sequence.ticket)
                     return True
             if prompt:
-                self.compute(sequence, most)
+                self.compute(sequence, longest)
             else:
                 self.take_slots(sequence)
         return preempts

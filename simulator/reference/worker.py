@@ -186,13 +186,13 @@ class Worker:
 
     def experts(self, batch: list[Sequence], chunked: list[Sequence]) -> list[Words]:
         """Return the experts of each token of a step; of prompts only where they are known."""
-        known = [self.decoded(sequence) for sequence in batch]
+        decoded_rows = [self.decoded(sequence) for sequence in batch]
         if self.cluster.own_experts:
-            known += [
+            decoded_rows += [
                 self.cluster.experts.context(s.request, s.cached, s.cached + s.chunk)
                 for s in chunked
             ]
-        return known
+        return decoded_rows
 
     def activated(self, tokens: Words) -> tuple[int, Ints]:
         """Return activated experts: of all layers, and by layer those of the busiest rank."""

@@ -73,18 +73,24 @@ def make_engine_spec(
     budget = pool.max_num_batched_tokens or engine_rules.default_budget(engine, gpu, n_engines)
     rules = engine_rules.rules_of(engine, config.scheduler, budget, n_engines, version)
     drafts = pool.speculative_config
-    each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+    tokens_per_seq = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     longest = config.engine.max_model_len or model.max_position_embeddings
     threshold = config.engine.long_prefill_token_threshold
-    if threshold and not each <= threshold <= longest:
-        problem = f"{threshold} of at most {longest} tokens, and {each} a step of decoding"
-        raise InputError("long_prefill_token_threshold", problem, f"0 or {each}..{longest}")
+    if threshold and not tokens_per_seq <= threshold <= longest:
+        problem = (
+            f"{threshold} of at most {longest} tokens, and {tokens_per_seq} a step of decoding"
+        )
+        raise InputError(
+            "long_prefill_token_threshold", problem, f"0 or {tokens_per_seq}..{longest}"
+        )
     seats = engine_rules.default_seats(engine, gpu, n_engines)
-    max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
-    if max_num_seqs * each > budget:
-        tokens = "" if each == 1 else f" of {each} tokens each"
+    max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // tokens_per_seq))
+    if max_num_seqs * tokens_per_seq > budget:
+        tokens = "" if tokens_per_seq == 1 else f" of {tokens_per_seq} tokens each"
         problem = f"{budget} is below max_num_seqs {max_num_seqs}{tokens}"
-        raise InputError("max_num_batched_tokens", problem, f"{max_num_seqs * each} or more")
+        raise InputError(
+            "max_num_batched_tokens", problem, f"{max_num_seqs * tokens_per_seq} or more"
+        )
     redundant = pool.num_redundant_experts or 0
     parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
@@ -118,7 +124,7 @@ def make_engine_spec(
             parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
             moe_backend=config.steps.moe_backend, engine=kernels,
-            linears=tuple(linears), tokens_per_sequence=each, calibration=calibration,
+            linears=tuple(linears), tokens_per_sequence=tokens_per_seq, calibration=calibration,
             named=config.engine.model,
         )  # fmt: skip
         note_use(used)

@@ -406,16 +406,18 @@ def _backend(engine: str, found: dict[str, Any]) -> str | None:
 
 def _place(found: dict[str, Any], nodes: Any, local: Any, idle: list[str]) -> None:
     """Say how many GPUs a node has, by the nodes of a worker or its engines on one; in place."""
-    each = int(found.get("tensor_parallel_size", 1)) * int(found.get("pipeline_parallel_size", 1))
+    per_engine = int(found.get("tensor_parallel_size", 1)) * int(
+        found.get("pipeline_parallel_size", 1)
+    )
     engines = int(found.get("data_parallel_size", 1))
     if nodes is not None and int(nodes) > 1:
-        gpus = each * engines
+        gpus = per_engine * engines
         if gpus % int(nodes):
             problem = f"--nnodes {nodes}, but {gpus} GPUs of a worker"
             raise InputError("engine_args", problem, "a number of nodes that divides them")
         found["gpus_per_node"] = gpus // int(nodes)
     elif local is not None and 0 < int(local) < engines:
-        found["gpus_per_node"] = each * int(local)
+        found["gpus_per_node"] = per_engine * int(local)
     elif nodes is not None or local is not None:
         idle.append("nnodes" if nodes is not None else "data_parallel_size_local")
 

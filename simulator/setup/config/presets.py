@@ -42,13 +42,15 @@ def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(name)
     if preset is None:
         raise InputError("preset", f"no preset {name!r}", ", ".join(PRESETS))
-    known = {one.lower(): one for one in preset.models}
-    if model.lower() not in known and model:
+    by_lower_name = {one.lower(): one for one in preset.models}
+    if model.lower() not in by_lower_name and model:
         raise InputError("preset", f"{name} has no model {model!r}", ", ".join(preset.models))
     if plus and (extra != "warm-up" or not preset.warm_up):
         having = [f"{one}+warm-up" for one, other in PRESETS.items() if other.warm_up]
         raise InputError("preset", f"no preset {text!r}", ", ".join(having))
-    chosen = known.get(model.lower()) or str(given.get("model") or next(iter(preset.models)))
+    chosen = by_lower_name.get(model.lower()) or str(
+        given.get("model") or next(iter(preset.models))
+    )
     fields = {**preset.fields, "model": chosen, **preset.models.get(chosen, {}), **given}
     rate = fields["request_rate"]
     if plus:

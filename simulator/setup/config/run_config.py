@@ -250,18 +250,18 @@ class RunConfig(Fields):
         Returns:
             Every setting of a worker: of the pool, else of the role, else of the run.
         """
-        own: dict[str, Any] = getattr(self.cluster, role).model_dump(exclude_none=True)
+        overrides: dict[str, Any] = getattr(self.cluster, role).model_dump(exclude_none=True)
         if named is not None:
-            own |= named.model_dump(exclude_none=True)
+            overrides |= named.model_dump(exclude_none=True)
         values: dict[str, Any] = {
-            name: own.get(name, self.value(name) if name in GROUP_OF else None)
+            name: overrides.get(name, self.value(name) if name in GROUP_OF else None)
             for name in WorkerPool.model_fields
         }
         if values["engine"] != self.engine.engine:  # the run's version is another engine's
-            values["engine_version"] = own.get("engine_version")
-        if role == "prefill" and "expert_placement" not in own and self.cluster.generates:
+            values["engine_version"] = overrides.get("engine_version")
+        if role == "prefill" and "expert_placement" not in overrides and self.cluster.generates:
             values["expert_placement"] = "linear"
-        return WorkerPool(**values | {"workers": own.get("workers", 1)})
+        return WorkerPool(**values | {"workers": overrides.get("workers", 1)})
 
     @property
     def price_per_hour(self) -> float | None:
