@@ -151,7 +151,7 @@ def _without_interrupts() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         for number in handlers:
-            signal.signal(number, lambda *received: held.append(received))
+            signal.signal(number, lambda *received: held.append((received[0], received[1])))
         resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with warnings.catch_warnings():

@@ -104,7 +104,7 @@ SHORT = {
     "reproduce eldr --measured": "10 --quick",
     "reproduce eldr --measured --kernels": "--quick",
     "reproduce factorial": "--quick",
-    "reproduce gimbal --out": "5 --quick",
+    "reproduce gimbal --out": "3 --quick",
     "reproduce gimbal --log": "--quick",
     "reproduce grace": "1 --quick",
     "reproduce grace bottleneck": "--quick",

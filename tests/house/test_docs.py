@@ -207,7 +207,8 @@ def test_every_figure_of_reproduce_exists(page, run_cli, monkeypatch):
         return []
 
     monkeypatch.setattr("eldr_sim.cli.study.choose", chosen)
-    for words in [*commands(page), *spans(page)]:
+    short = [short_form(line.words) or line.words for line in named_needs(page)]
+    for words in [*commands(page), *spans(page), *short]:
         if words[0] == "reproduce" and len(words) > 2:
             for option in {"--out", "--log"} & set(words):  # folders and files of the reader
                 at = words.index(option)
