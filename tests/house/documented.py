@@ -44,8 +44,8 @@ FILES = {
     "requests.jsonl": _mooncake(10, 1000),
     "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(200)),
     "BurstGPT_1.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    + "".join(f"{5 * i},ChatGPT,{50 + 37 * i % 900},20,{70 + 37 * i % 900},API log\n"
-              for i in range(300)),
+    + "".join(f"{5 * i},ChatGPT,{1 + 37 * i % 950},20,{21 + 37 * i % 950},API log\n"
+              for i in range(3000)),
     "incident.csv": "timestamp,input_length,output_length\n"
     + "".join(f"{100 * i},{40 + i},4\n" for i in range(20)),
     "fleet.csv": "time,worker,event\n0,w-1,start\n0,w-2,start\n1,w-1,fail\n",
@@ -88,11 +88,11 @@ SHORT = {
     "serve --topology 2P2D": "--port 0",
     "serve --topology 1P1D": "--engine-ports PORT --port 0",
     "router": "--port 0",
-    "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100 --policy jsq",
+    "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100",
     "plan --model DeepSeek-R1": f"{_SHORT_PLAN} --request-rate 20 --max-gpus 24 -dp 8,16",
     "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --max-gpus 32 -dp 8 "
     "--ffn-ranks 0,8",
-    "plan --gpus 10 --knobs": f"{_SHORT_PLAN} --gpus 3 --policy jsq",
+    "plan --gpus 10 --knobs": f"{_SHORT_PLAN} --gpus 3",
     "validate published": "--every 200 --most 8 --engine trtllm",
     "validate published --rows": "",
     "sweep docs/sweep_eldr": "--dry-run",
