@@ -41,3 +41,12 @@ def test_an_eagle_head_is_a_dense_layer_and_its_own_lm_head(method, states, toke
     params += states * hidden**2 + tokens * hidden
     assert weights(method, target) == pytest.approx(2 * params, rel=1e-3)
     assert weights(method, target, 2) == pytest.approx(params + states * hidden**2, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_head_caches_keys_and_values_of_one_layer(method, ranks):
+    target = load_model("Qwen3-30B-A3B")
+    draft = build_draft(method, target, Parallelism(ranks), lambda *_arguments: BUILD)
+    layer = 2 * 2 * target.n_kv_heads * target.head_dim
+    assert draft.kv_bytes_per_token == layer / ranks
