@@ -5,8 +5,7 @@ draw into ``docs/images``, each with the version, the date and the command in it
 ``--check`` draws them, and compares figures with those of ``docs/images`` instead of replacing
 them: the command of ``.ci/run``.
 ``python docs/render.py pictures`` draws those of claims. Not drawn here: ``report.png``, a
-screenshot of a browser, and ``map_eldr.png``, of a study of hours; they carry the date and the
-version in their captions."""
+screenshot of a browser, whose caption has the date and the version."""
 
 import json
 import shlex
@@ -50,6 +49,9 @@ PICTURES = {
     ),
     "distinct_experts": Drawing(
         ("eldr-sim trace inspect gpt-oss-20b --plot --out inspect",), "inspect/distinct_experts.png"
+    ),
+    "map_eldr": Drawing(
+        (f"{sys.executable} {ROOT}/studies/eldr/map.py map_eldr.png",), "map_eldr.png"
     ),
     "fault_tpot": Drawing((_FAULT,), "fault/tpot_over_time.png"),
 }

@@ -3,8 +3,12 @@
 Qwen3-30B-A3B on H100, 256 output tokens, one thing changed at a time, each at every load: ``eldr``
 against ``jsq`` on the same requests. So many prefill workers that prompts hardly wait for them.
 What ELDR's capture and decision take is charged, so that it can cost more than it saves.
+
+``python -m studies.eldr.map PICTURE`` draws the kept cells, ``docs/data/eldr_map.csv``, again.
 """
 
+import csv
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.charts import Draw, field
+from eldr_sim.charts import Draw, field, write_picture
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.slo import Interval
 from eldr_sim.planning.studies.figures import (
@@ -25,6 +29,7 @@ from eldr_sim.planning.studies.figures import (
     spread,
 )
 
+_TITLE = "ELDR against jsq, mean end-to-end time, %; black: break-even"
 RATES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 E2E, TPOT, TTFT = "mean_e2el_ms", "mean_tpot_ms", "mean_ttft_ms"
 _BASE: dict[str, Any] = {
@@ -114,8 +119,7 @@ def eldr_map(runner: Runner, quick: bool) -> Reproduction:
                       -100.0, -0.1, cells[best].mean, tolerance=0.0, stated=False,
                       reason=f"at {rates[best]:g}/s; {spelled}", interval=cells[best][1:])
             )  # fmt: skip
-    title = "ELDR against jsq, mean end-to-end time, %; black: break-even (not in the paper)"
-    return Reproduction("map", title, rows, claims, _drawn(rows))
+    return Reproduction("map", f"{_TITLE} (not in the paper)", rows, claims, _drawn(rows))
 
 
 def _on_disk(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -139,6 +143,7 @@ def _drawn(rows: Sequence[dict[str, Any]]) -> Draw:
         axes = figure.axes[0]
         axes.images[0].set_clim(-20, 20)
         axes.set(xlabel="requests/s", ylabel="")
+        figure.axes[1].set_ylabel("change of mean end-to-end time, %")
         at = list(dict.fromkeys(row["rate"] for row in rows))
         for y, line in enumerate(grouped(shown, lambda row: row["line"]).values()):
             even = line[0]["break_even_rate"]
@@ -147,3 +152,26 @@ def _drawn(rows: Sequence[dict[str, Any]]) -> Draw:
                 axes.plot([x, x], [y - 0.5, y + 0.5], color="black", lw=2)
 
     return draw
+
+
+def draw_kept(to: Path) -> None:
+    """Draw the cells of ``docs/data/eldr_map.csv``."""
+    path = Path(__file__).parents[2] / "docs" / "data" / "eldr_map.csv"
+    with path.open(encoding="utf-8") as lines:
+        rows: list[dict[str, Any]] = []
+        for row in csv.DictReader(lines):
+            even = row["break-even, requests/s"]
+            rows.append(
+                {
+                    "axis": row["what is changed"],
+                    "value": row["to"],
+                    "rate": float(row["requests/s"]),
+                    "mean_e2el_%": float(row["end-to-end time, %"].split()[0]),
+                    "break_even_rate": None if even == "-" else float(even),
+                }
+            )
+    write_picture(to, _drawn(rows), size=(9, 7), title=_TITLE)
+
+
+if __name__ == "__main__":
+    draw_kept(Path(sys.argv[1]))

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from eldr_sim import charts
 from eldr_sim.charts import PALETTE
 from studies import one_picture
+from studies.eldr.map import draw_kept
 
 from ..on_each import on_each
 from ..paths import ROOT
@@ -127,6 +128,12 @@ def test_pictures_of_claims_can_be_read(monkeypatch, tmp_path):
         for page in {row["page"] for row in rows}:
             render.picture(page, rows)
     assert len(made) >= 9
+    assert faults_of(made) == {}
+
+
+def test_the_map_of_eldr_can_be_read(monkeypatch, tmp_path):
+    with drawings(monkeypatch) as made:
+        draw_kept(tmp_path / "map.png")
     assert faults_of(made) == {}
 
 
