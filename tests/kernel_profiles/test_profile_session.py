@@ -131,7 +131,7 @@ def test_folders_in_use_are_refused(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="no profile"):
+    with pytest.raises(InputError, match="is not a profile"):
         session.open_journal(other, DEVICE, resume=False)
     with pytest.raises(InputError, match="a file"):
         session.open_journal(other / "notes.txt", DEVICE, resume=False)

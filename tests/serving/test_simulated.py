@@ -204,7 +204,7 @@ def test_without_ignore_eos_an_answer_may_stop_as_the_workload_s_do():
         (TEXT, {"prompt": "x", "n": 0}, 400, "n: 0"),
         (TEXT, {"prompt": "x", "model": "gpt-4"}, 400, "model: 'gpt-4' is not served"),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "role"),
-        (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "no text"),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "not text"),
         ("/v1/nothing", {}, 404, "Not Found"),
     ],
 )

@@ -163,8 +163,8 @@ def test_kernels_are_the_engines_own_up_to_its_version():
     how = {"shape": mla_shape(16, 7168, 1536, 512), "dtype": "fp8_block"}
     for engine, framework in (
         (Engine("vllm"), "vllm 0.25.0"),
-        (Engine("vllm", "0.24"), "vllm 0.24.0"),
-        (Engine("vllm", "0.10"), "vllm 0.24.0"),
+        (Engine("vllm", "0.24"), "vllm 0.25.0"),
+        (Engine("vllm", "0.10"), "vllm 0.25.0"),
         (Engine("trtllm"), "trtllm 1.3.0rc20"),
         (Engine("sglang"), "vllm 0.25.0"),  # has measured none
     ):

@@ -85,7 +85,7 @@ def test_a_file_of_events(tmp_path):
         ("fail", "mapping"),
         ({"at_s": 1}, "not one of them"),
         ({"fail": "decode:0", "hang": "decode:1", "at_s": 1}, "not one of them"),
-        ({"fail": "decode", "at_s": 1}, "no worker"),
+        ({"fail": "decode", "at_s": 1}, "not a worker"),
         ({"fail": "decode:0"}, "at_s"),
         ({"fail": "decode:0", "at_s": "1"}, "at_s"),
         ({"fail": "decode:0", "at_s": math.nan}, "at_s"),

@@ -405,7 +405,7 @@ def test_waiting_for_experts_or_not():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"eplb_interval": 10, "expert_placement": "linear"}, "eplb_interval: no worker's engines"),
+        ({"eplb_interval": 10, "expert_placement": "linear"}, "eplb_interval: no engines share"),
         ({"eplb_interval": 0}, "eplb_interval: 0"),
         ({"eplb_async": True}, "eplb_async: without eplb_interval"),
         ({"eplb_overhead_ms": 1.0}, "eplb_overhead_ms: without eplb_interval"),
@@ -413,7 +413,7 @@ def test_waiting_for_experts_or_not():
         (
             {"eplb_interval": 10, "data_parallel_size": 1, "tensor_parallel_size": 4}
             | {"num_redundant_experts": 0, "expert_placement": "eplb"},
-            "eplb_interval: no worker's engines",
+            "eplb_interval: no engines share",
         ),
     ],
 )

@@ -382,5 +382,5 @@ def test_padded_graphs_of_engines_that_share_experts_are_refused():
         {"topology": "1C", "trace": "reference-moe", "enable_expert_parallel": True}
         | {"data_parallel_size": 2, "cudagraph_padding": "dense"}
     )
-    with pytest.raises(InputError, match="cudagraph_padding: engines that share experts"):
+    with pytest.raises(InputError, match="cudagraph_padding: padding to the widest"):
         prepare(config)

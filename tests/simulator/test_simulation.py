@@ -156,7 +156,7 @@ def test_an_operator_drains_starts_kills_and_throttles():
         assert [worker.number for worker in decode.serving] == [2]
         sim.cluster.start(decode[1])
         sim.cluster.start(decode[0])
-        with pytest.raises(InputError, match="serves"):
+        with pytest.raises(InputError, match="is serving"):
             sim.cluster.start(decode[0])
 
     sim.env.process(operator())

@@ -416,7 +416,7 @@ def test_acceptance_by_domain():
     assert share == pytest.approx(expected, abs=0.02)
     with pytest.raises(InputError, match="no domain cod"):
         run(drafts(1, acceptance={"cod": 1.5}))
-    with pytest.raises(InputError, match="nothing for"):
+    with pytest.raises(InputError, match="no value for"):
         run(drafts(1, acceptance={"code": 1.5}), domain_mix={"code": 1, "math": 1})
 
 

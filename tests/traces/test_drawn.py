@@ -92,7 +92,7 @@ def test_a_workload_has_its_domains_and_a_mix_those_it_names():
     assert [name for name, _ in wanted_domains("log.csv", None, None)] == every
     mixed = wanted_domains("task", {"zh": 0.2, "code": 0.8}, {"fr": 1.0})
     assert mixed == (("zh", 1.0), ("code", 1.0), ("fr", 1.0))
-    with pytest.raises(InputError, match="domain_mix: 'sports' is none of the domains"):
+    with pytest.raises(InputError, match="domain_mix: 'sports' is not a domain"):
         wanted_domains("task", {"sports": 1.0})
 
 

@@ -269,11 +269,11 @@ def test_decode_only_trace_has_its_decodes(decode_only):
 
 
 def test_decode_only_trace_says_what_it_rules_out(decode_only):
-    with pytest.raises(InputError, match="decode-only: no experts of prompt tokens"):
+    with pytest.raises(InputError, match="the trace has no experts of prompt tokens"):
         decode_only.prompt_counts([0])
     calibration = calibration_set(decode_only, workload="a.log", domain_mix={"a": 1.0})
     assert calibration.domain.tolist() == [0]
-    with pytest.raises(InputError, match="decode-only: no experts of prompt tokens"):
+    with pytest.raises(InputError, match="the trace has no experts of prompt tokens"):
         calibration.scores("count")
     number, counts = PromptSignatures(decode_only)(((0, 0, 3),))
     assert (number, counts) == (0, None)

@@ -125,7 +125,7 @@ def test_a_changed_file_or_launch_or_a_known_measurement_is_refused(rows_file, t
     path = rows_file(**measured, launch="vllm serve x --max-num-seqs 1")
     code, said = invoke("--rows", path, "--compare", frozen)
     assert code == 2
-    assert "launched otherwise" in said
+    assert "has another launch line" in said
     content = json.loads(frozen.read_text())
     content["rows"]["a"]["prediction"]["tpot"] = 7.0
     changed = tmp_path / "changed.json"

@@ -503,5 +503,5 @@ def test_only_a_report_is_replaced(written, live_runs, live_calibration, tmp_pat
     (out / "stale.png").touch()
     write_report(campaign, out, force=True)
     assert not (out / "stale.png").exists()
-    with pytest.raises(InputError, match="no result"):
+    with pytest.raises(InputError, match="is not a result"):
         write_report(campaign, campaign, force=True)
