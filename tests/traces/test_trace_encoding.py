@@ -269,7 +269,7 @@ def test_decode_only_trace_has_its_decodes(decode_only):
 
 
 def test_decode_only_trace_says_what_it_rules_out(decode_only):
-    with pytest.raises(InputError, match="the trace has no experts of prompt tokens"):
+    with pytest.raises(InputError, match="decode-only: no experts of prompt tokens"):
         decode_only.prompt_counts([0])
     calibration = calibration_set(decode_only, workload="a.log", domain_mix={"a": 1.0})
     assert calibration.domain.tolist() == [0]
