@@ -150,9 +150,14 @@ def _of_workers(
     if window_blocks(prepared.model, prepared.spec.block_size) == NO_WINDOWS:
         yield ("disable_hybrid_kv_cache_manager", f"{prepared.model.name} has no sliding windows")
     if config.experts.kv_cache_free:
-        yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
+        for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            yield name, "workers keep no KV cache (kv_cache_free)"
     if config.engine.num_gpu_blocks_override is not None:
-        yield "gpu_memory_utilization", "num_gpu_blocks_override says how many blocks there are"
+        if all((pool.engine or config.engine.engine) == "vllm" for pool in config.pools):
+            for name in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
+                yield name, "num_gpu_blocks_override says how many blocks there are"
+    elif config.engine.kv_cache_memory_bytes is not None:
+        yield "gpu_memory_utilization", "kv_cache_memory_bytes says how large the KV cache is"
     if all(pool.enforce_eager for pool in config.pools):
         yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
     window = config.experts.offload_window

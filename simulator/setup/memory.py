@@ -120,6 +120,7 @@ def kv_blocks(
     engine: Engine = "vllm",
     windows: WindowBlocks = NO_WINDOWS,
     more: OtherMemory = NO_MORE,
+    given: int | None = None,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker, as
     vLLM sizes its cache (``vllm/v1/worker/gpu_worker.py``, ``determine_available_memory``).
@@ -128,7 +129,8 @@ def kv_blocks(
     an equal share when not given; ``utilization``: of all memory for ``engine`` vLLM, of what
     weights and KV cache may take for SGLang, of what is free for TensorRT-LLM. With ``windows``
     blocks are those of layers with full attention, and requests take more of them; without, sliding
-    windows are charged for the whole context. Raises InputError if there is no room for a block."""
+    windows are charged for the whole context. ``given``: bytes for the cache instead of
+    ``utilization``. Raises InputError if there is no room for a block, or for ``given``."""
     weights = parallelism.weight_bytes(model, instances)
     held = weights + more.held_bytes
     if engine == "sglang":
@@ -136,6 +138,11 @@ def kv_blocks(
     free = gpu.kv_cache_bytes(held, 1.0 if engine == "trtllm" else utilization)
     if engine == "trtllm":
         free = int(free * utilization)
+    if given is not None:
+        if given > (most := gpu.kv_cache_bytes(held, 1.0)):
+            problem = f"{given}, and weights leave {most} bytes on {gpu.name}"
+            raise InputError("kv_cache_memory_bytes", problem, f"at most {most}")
+        free = given
     token_bytes = parallelism.kv_bytes_per_token(model)
     if windows.most:
         token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
@@ -186,12 +193,15 @@ def pool_blocks(
     if parallelism.ffn_ranks:
         check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
         instances = 0
-    if settings.num_gpu_blocks_override is not None:
-        return settings.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    override = settings.num_gpu_blocks_override
+    if override is not None and engine == "vllm":
+        return override - 1  # one is the null block (block_pool.py)
     more = OtherMemory(activation_bytes)
     if speculation is not None:
         draft = speculation.draft
         more = OtherMemory(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
-    return kv_blocks(
-        model, gpu, share, settings.block_size, parallelism, instances, engine, windows, more
-    )
+    blocks = kv_blocks(
+        model, gpu, share, settings.block_size, parallelism, instances, engine, windows, more,
+        settings.kv_cache_memory_bytes,
+    )  # fmt: skip
+    return blocks if override is None else min(blocks, override - 1)  # max_total_tokens: a bound

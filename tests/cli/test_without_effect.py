@@ -131,6 +131,7 @@ CASES = {
     "prefill_schedule_interval": "--prefill-schedule-interval 3",
     "long_prefill_token_threshold": "--long-prefill-token-threshold 20000",
     "gpu_memory_utilization": "--num-gpu-blocks-override 500 --gpu-memory-utilization 0.9",
+    "kv_cache_memory_bytes": "--num-gpu-blocks-override 500 --kv-cache-memory-bytes 1000000000",
     "num_gpu_blocks_override": "--topology 2P --output-len 1 --kv-cache-free "
                                "--num-gpu-blocks-override 500",
     "cudagraph_padding": "--gpu MI300X --enforce-eager --cudagraph-padding dense",

@@ -22,8 +22,9 @@ from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import launch, launch_options
+from eldr_sim.simulator.setup.config import launch_options
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules, rules_of
+from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -534,7 +535,7 @@ def test_short_options_of_drafts_are_the_configuration():
 def test_the_lists_of_options_name_what_is_mapped():
     """What stands for a field is an option of the parser, or an abbreviation of several."""
     for engine in ("vllm", "sglang"):
-        names = {name.partition(".")[0] for name in launch._NAMES[engine]}
+        names = {name.partition(".")[0] for name in NAMES[engine]}
         left = names - launch_options.OPTIONS[engine] - {"tp", "dp", "pp", "dpl", "q"}
         assert left <= {
             "num_redundant_experts", "disable_piecewise_cuda_graph", "enable_piecewise_cuda_graph",

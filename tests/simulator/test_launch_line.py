@@ -12,6 +12,7 @@ from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.runs.sweep_spec import make_spec
 from eldr_sim.simulator.setup.config.launch_line import computes_all, cut
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.prepare import prepare
 
 from ..on_each import on_each
 
@@ -293,3 +294,95 @@ def test_usual_values_of_these_options_have_no_effect():
     assert "without effect on the answer: device, runner, task" in told
     told = read(f"python -m sglang.launch_server --model-path {MODEL} --skip-tokenizer-init")[1]
     assert "may change the answer: skip_tokenizer_init" in told  # API servers take time
+
+
+#: Options with a mechanism, of each engine, and the fields that they are.
+MECHANISMS = [
+    ("vllm", "--kv-cache-memory-bytes 4G", {"kv_cache_memory_bytes": 4 << 30}),
+    ("vllm", "-cc.cudagraph_mode=NONE", {"enforce_eager": True}),
+    ("vllm", """--compilation-config '{"cudagraph_mode": "NONE"}'""", {"enforce_eager": True}),
+    ("vllm", "--optimization-level 0", {"enforce_eager": True}),
+    ("vllm", "--scheduling-policy priority", {"queue_order": "priority"}),
+    ("vllm", "--prefill-schedule-interval 4", {"prefill_schedule_interval": 4}),
+    ("vllm", "--max-num-seqs 256 --max-num-active-seqs 64", {"max_num_seqs": 64}),
+    ("vllm", "--max-num-scheduled-tokens 1k", {"max_num_batched_tokens": 1000}),
+    ("vllm", "--api-server-count 4", {"api_servers": 4}),
+    (
+        "vllm", "-dp 8 -ep --enable-eplb --eplb-config '{\"window_size\": 9}'",
+        {"expert_placement": "eplb:load=none", "eplb_interval": 3000, "eplb_window": 9,
+         "eplb_async": True},
+    ),
+    (
+        "sglang", "--tp 8 --dp 8 --enable-dp-attention --enable-eplb",
+        {"expert_placement": "eplb:load=none", "eplb_interval": 1000, "eplb_window": 1000,
+         "eplb_async": False},
+    ),
+    ("sglang", "--max-total-tokens 20k", {"num_gpu_blocks_override": 1251}),
+    ("sglang", "--pipeline-parallel-size 2", {"pipeline_parallel_size": 2}),
+    ("sglang", "--tokenizer-worker-num 4", {"api_servers": 4}),
+    ("sglang", "--disable-hybrid-swa-memory", {"disable_hybrid_kv_cache_manager": True}),
+    ("trtllm", "--kv_cache_config.max_tokens 3200", {"num_gpu_blocks_override": 101}),
+]  # fmt: skip
+
+
+@on_each("engine, options, fields", MECHANISMS)
+def test_what_a_field_can_say_is_a_field(engine, options, fields):
+    config, told = read(options, engine=engine, topology="1C")
+    assert {name: config.value(name) for name in fields} == fields
+    assert told == ""
+
+
+@on_each(
+    "engine, options, allowed",
+    [
+        ("vllm", """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'""", "FULL_DECODE_ONLY"),
+        ("vllm", "--expert-placement-strategy round_robin", "--expert-placement"),
+        ("vllm", "--max-num-queued-reqs 9", "--max-concurrency"),
+        ("vllm", "--disable-sliding-window", "--disable-hybrid-kv-cache-manager"),
+        ("vllm", "--scheduler-cls a.B", "--queue-order"),
+        ("vllm", "--max-num-partial-prefills 2", "--long-prefill-token-threshold"),
+        ("sglang", "--schedule-policy lpm", "--queue-order"),
+        ("sglang", "--enable-priority-scheduling", "--queue-order"),
+        ("sglang", "--max-prefill-tokens 4096", "--chunked-prefill-size 4096"),
+        ("sglang", "--load-balance-method total_tokens", "--policy"),
+        ("sglang", "--num-continuous-decode-steps 4", "--scheduler-recv-interval"),
+        ("trtllm", "--max_beam_width 4", "1"),
+    ],
+)
+def test_a_mechanism_that_is_not_simulated_is_refused_with_a_way_out(engine, options, allowed):
+    with pytest.raises(InputError, match="engine_args.*allowed: .*" + allowed):
+        read(options, engine=engine, topology="1C")
+
+
+@on_each(
+    "engine, options",
+    [
+        ("vllm", "-cc.cudagraph_mode=FULL --max-num-partial-prefills 1"),
+        ("vllm", "--expert-placement-strategy linear --limit-mm-per-prompt.image 0"),
+        ("vllm", "--eplb-config.step_interval 9"),
+        ("sglang", "--schedule-policy fcfs --radix-eviction-policy lru --max-prefill-tokens 32768"),
+        ("trtllm", "--max_beam_width 1"),
+    ],
+)  # fmt: skip
+def test_the_usual_values_of_mechanisms_change_nothing(engine, options):
+    config, told = read(options, engine=engine, topology="1C")
+    assert config.replace(engine_args=None) == make_config({"engine": engine, "topology": "1C"})
+    assert told.startswith("of the launch line, without effect on the answer:")
+
+
+def blocks_of(**fields):
+    config = make_config({"topology": "1C", "model": "Llama-3.1-8B"} | fields)
+    (pool,) = prepare(config).spec.pools
+    return pool.engine.n_blocks
+
+
+def test_bytes_and_tokens_of_the_kv_cache_bound_its_blocks():
+    fit = blocks_of()
+    half = blocks_of(kv_cache_memory_bytes=4 << 30)
+    assert blocks_of(kv_cache_memory_bytes=8 << 30) == pytest.approx(2 * half, abs=1)
+    assert half < fit
+    with pytest.raises(InputError, match=r"kv_cache_memory_bytes: .*weights leave"):
+        blocks_of(kv_cache_memory_bytes=80 << 30)
+    roomy = {"engine": "sglang", "num_gpu_blocks_override": 10**9}
+    assert blocks_of(**roomy) == blocks_of(engine="sglang")
+    assert blocks_of(**roomy | {"num_gpu_blocks_override": 101}) == 100

@@ -264,6 +264,9 @@ class EngineConfig(Fields):
     )
     """Number of KV blocks of an engine, instead of as many as fit in memory (vLLM's option; one is
     the null block)."""
+    kv_cache_memory_bytes: Annotated[int | None, Option(unit="bytes")] = Field(default=None, ge=1)
+    """Memory of each GPU for the KV cache, bytes, instead of what ``gpu_memory_utilization`` leaves
+    (vLLM's option)."""
 
 
 class SchedulerConfig(Fields):

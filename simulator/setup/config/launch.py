@@ -17,6 +17,7 @@ from eldr_sim.kernel_profiles.parallel import MoEBackend
 from eldr_sim.simulator.setup.config.engine_rules import default_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.launch_line import Line, computes_all, cut
+from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
     OPTIONS,
@@ -31,79 +32,8 @@ from eldr_sim.simulator.setup.config.launch_options import (
     positive,
 )
 
-_SAME = (
-    "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "block_size",
-    "gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size",
-    "pipeline_parallel_size", "enable_expert_parallel", "enable_elastic_ep",
-    "num_redundant_experts", "enforce_eager", "enable_prefix_caching", "async_scheduling",
-    "num_gpu_blocks_override", "speculative_config", "disable_hybrid_kv_cache_manager", "model",
-    "long_prefill_token_threshold",
-)  # fmt: skip
-_PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
-             "pp": "pipeline_parallel_size"}  # fmt: skip
-#: Fields by each engine's names; ``!``: of the opposite.
-_NAMES: dict[str, dict[str, str]] = {
-    "vllm": {name: name for name in _SAME} | _PARALLEL | {
-        "all2all_backend": "all2all", "nnodes": "nodes", "data_parallel_size_local": "local",
-        "dpl": "local", "enable_dbo": "two_batch_overlap",
-        "quantization": "weights", "q": "weights", "spec_method": "speculative.method",
-        "spec_model": "speculative.model", "spec_tokens": "speculative.num_speculative_tokens",
-        "device_memory_utilization": "gpu_memory_utilization",
-        "kv_offloading_size": "host_gib", "kv_transfer_config": "connector",
-        "eplb_config.num_redundant_experts": "num_redundant_experts",
-        "VLLM_MOE_DP_CHUNK_SIZE": "moe_dp_chunk_size",
-    },
-    "sglang": {
-        "model_path": "model", "model": "model", "context_length": "max_model_len",
-        "chunked_prefill_size": "max_num_batched_tokens", "max_running_requests": "max_num_seqs",
-        "mem_fraction_static": "gpu_memory_utilization", "page_size": "block_size",
-        "kv_cache_dtype": "kv_cache_dtype", "disable_radix_cache": "!enable_prefix_caching",
-        "disable_overlap_schedule": "!async_scheduling", "disable_cuda_graph": "enforce_eager",
-        "disable_piecewise_cuda_graph": "!piecewise_cuda_graph",
-        "enable_piecewise_cuda_graph": "piecewise_cuda_graph",
-        "enforce_piecewise_cuda_graph": "piecewise_cuda_graph",
-        "enable_mixed_chunk": "enable_mixed_chunk",
-        "enable_two_batch_overlap": "two_batch_overlap",
-        "scheduler_recv_interval": "scheduler_recv_interval",
-        "schedule_conservativeness": "schedule_conservativeness",
-        "enable_dp_attention": "attention_dp", "attn_dp_size": "attention_dp",
-        "attention_data_parallel_size": "attention_dp",
-        "enable_hierarchical_cache": "hicache", "enable_hicache": "hicache",
-        "hicache_size": "hicache_size", "hicache_write_policy": "hicache_write",
-        "speculative_draft_model": "speculative.speculative_draft_model_path",
-        "moe_a2a_backend": "a2a", "deepep_mode": "deepep_mode", "nnodes": "nodes",
-        "quantization": "weights", "disaggregation_mode": "disaggregation",
-        "ep": "experts", "ep_size": "experts",
-        "expert_parallel_size": "experts", "ep_num_redundant_experts": "num_redundant_experts",
-        "tp_size": _PARALLEL["tp"], "dp_size": _PARALLEL["dp"], "pp_size": _PARALLEL["pp"],
-        _PARALLEL["tp"]: _PARALLEL["tp"], _PARALLEL["dp"]: _PARALLEL["dp"],
-    } | _PARALLEL,
-    "trtllm": {
-        "model": "model", "max_seq_len": "max_model_len", "max_batch_size": "max_num_seqs",
-        "max_num_tokens": "max_num_batched_tokens", "enable_attention_dp": "attention_dp",
-        "kv_cache_free_gpu_memory_fraction": "gpu_memory_utilization",
-        "free_gpu_memory_fraction": "gpu_memory_utilization",
-        "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_utilization",
-        "kv_cache_config.enable_block_reuse": "enable_prefix_caching",
-        "enable_block_reuse": "enable_prefix_caching",
-        "kv_cache_config.dtype": "kv_cache_dtype", "kv_cache_dtype": "kv_cache_dtype",
-        "kv_cache_config.tokens_per_block": "block_size", "tokens_per_block": "block_size",
-        "enable_chunked_prefill": "enable_chunked_prefill",
-        "scheduler_config.capacity_scheduler_policy": "capacity_scheduler_policy",
-        "disable_overlap_scheduler": "!async_scheduling",
-        "batch_wait_timeout_iters": "batch_wait_timeout_iters",
-        "batch_wait_max_tokens_ratio": "batch_wait_max_tokens_ratio",
-        "enforce_eager": "enforce_eager",
-        "moe_expert_parallel_size": "experts", "ep_size": "experts",
-        "tp_size": _PARALLEL["tp"], "pp_size": _PARALLEL["pp"],
-        _PARALLEL["tp"]: _PARALLEL["tp"], _PARALLEL["pp"]: _PARALLEL["pp"],
-        "torch_compile_config.enable_piecewise_cuda_graph": "piecewise_cuda_graph",
-        "attention_dp_config.enable_balance": "attention_dp_balance",
-        "attention_dp_config.timeout_iters": "attention_dp_timeout_iters",
-        "attention_dp_config.batching_wait_iters": "attention_dp_batching_wait_iters",
-        "speculative_config": "speculative_config",
-    },
-}  # fmt: skip
+#: Options whose JSON is read as options by dot paths.
+_IN_JSON = ("eplb_config", "compilation_config")
 _SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _LEVEL = re.compile(r"O[0-3]")
 #: Options of a benchmark's line that give no load.
@@ -114,7 +44,7 @@ _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float1
 def fields_named(name: str) -> list[str]:
     """Return the fields that engines other than vLLM name so, ``no_`` before those of the opposite;
     none where that is vLLM's name."""
-    found = {names[name] for names in _NAMES.values() if name in names} - {name}
+    found = {names[name] for names in NAMES.values() if name in names} - {name}
     fields = {field.replace("!", "no_") for field in found} - {"experts", "attention_dp"}
     also = {"enable_expert_parallel"} if "experts" in found else set()
     also |= {"data_parallel_size"} if "attention_dp" in found else set()
@@ -130,7 +60,7 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     of a server is one co-located worker. Raises InputError as `launch_fields`."""
     values = launch_fields(values)
     engine = values.get("engine") or "vllm"
-    if not isinstance(engine, str) or engine not in _NAMES:
+    if not isinstance(engine, str) or engine not in NAMES:
         return values  # the field itself says what is allowed
     return default_fields(values) | values
 
@@ -163,7 +93,7 @@ def launch_fields(values: dict[str, Any]) -> dict[str, Any]:
         if computes_all(str(line), parts):
             values.setdefault("topology", "1C")
     engine = values.get("engine") or ("trtllm" if file else "vllm")
-    if not isinstance(engine, str) or engine not in _NAMES:
+    if not isinstance(engine, str) or engine not in NAMES:
         return values
     given: list[tuple[str, Any]] = []
     if file is not None:
@@ -201,20 +131,18 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     idle: list[str] = []
     unknown: list[str] = []
     for name, value in given:
-        if name not in _NAMES[engine]:
+        if name not in NAMES[engine]:
             name, value = positive(engine, name, value)
-        field = _NAMES[engine].get(name, "")
+        field = NAMES[engine].get(name, "")
         if name.startswith(("speculative_config.", "speculative_")) and not field:
-            if name in _DRAFTS or "." in name or not is_known(engine, name):
+            if has_no_effect(engine, name, value):
+                idle.append(name)
+            elif name in _DRAFTS or "." in name or not is_known(engine, name):
                 speculative[name.removeprefix("speculative_config.")] = value
             else:
                 changes.append(name)
         elif field.startswith("speculative."):
             speculative[field.removeprefix("speculative.")] = value
-        elif name == "eplb_config" and isinstance(value, str):
-            config = parse_json(value, "engine_args", "--eplb-config")
-            if isinstance(config, Mapping) and "num_redundant_experts" in config:
-                fields["num_redundant_experts"] = config["num_redundant_experts"]
         elif field:
             if field.startswith("!"):
                 field, value = field[1:], not value
@@ -222,11 +150,17 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         elif name in ("config", "extra_llm_api_options") and isinstance(value, str):
             allowed = "--extra-llm-api-options FILE" if engine == "trtllm" else "its options here"
             raise InputError("engine_args", f"--{name} {value} is a file of options", allowed)
-        elif engine == "vllm" and (name == "O" or _LEVEL.fullmatch(name)):
+        elif engine == "vllm" and (
+            name in ("O", "optimization_level")
+            or _LEVEL.fullmatch(name)
+            or (name == "compilation_config" and isinstance(value, int))
+        ):
             if name == "O0" or value == 0:
                 fields["enforce_eager"] = True
             else:
                 idle.append(f"-{name}")
+        elif name == "compilation_config.cudagraph_mode" and str(value).upper() in ("NONE", "0"):
+            fields["enforce_eager"] = True
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
             fields["moe_backend"] = value
         elif name.startswith(_ENVIRONMENTS):
@@ -247,6 +181,8 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         changes += [f"speculative_config.{name}" for name in _OF_DRAFTS if name in drafts]
         fields["speculative_config"] = {n: v for n, v in drafts.items() if n not in _OF_DRAFTS}
     _check_values(engine, fields)
+    _bounds(engine, fields, values, idle)
+    _rebalance(engine, fields, values, idle)
     kind = str(fields.get("kv_cache_dtype", "auto")).lower()
     if kind in _EIGHT:
         fields["kv_cache_dtype"] = "fp8"
@@ -271,7 +207,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     _place(fields, nodes, local, idle)
     _send(engine, fields, backend, together, changes, idle)
     for name in unknown:
-        close = difflib.get_close_matches(name, sorted(_NAMES[engine]), 1, 0.85)
+        close = difflib.get_close_matches(name, sorted(NAMES[engine]), 1, 0.85)
         if close:
             problem = f"--{name.replace('_', '-')} is not an option of {VERSIONS[engine]}"
             raise InputError("engine_args", problem, f"--{close[0].replace('_', '-')}")
@@ -287,13 +223,16 @@ def _check_values(engine: str, found: dict[str, Any]) -> None:
     """Read numbers as vLLM's parser does (``32k``: 32,000, ``32K``: 32,768), and raise InputError
     for an option without its value; in place."""
     for name, value in list(found.items()):
-        if name not in RUN_FIELDS:
+        annotation = int if name in _BOUNDS else None
+        if name in RUN_FIELDS:
+            annotation = RUN_FIELDS[name].annotation
+        elif annotation is None:
             continue
-        kinds = get_args(RUN_FIELDS[name].annotation) or (RUN_FIELDS[name].annotation,)
+        kinds = get_args(annotation) or (annotation,)
         if value is True and bool not in kinds and {int, float} & {*kinds}:
             raise InputError("engine_args", f"{name} has no value", "--option value ...")
         short = _SHORT_NUMBER.fullmatch(value) if isinstance(value, str) else None
-        if engine == "vllm" and int in kinds and short is not None:
+        if (engine == "vllm" or name in _BOUNDS) and int in kinds and short is not None:
             base = 1000 if short[2].islower() else 1024
             found[name] = round(float(short[1]) * base ** ("kmgt".index(short[2].lower()) + 1))
     if engine == "sglang" and found.get("max_num_batched_tokens") == -1:
@@ -301,6 +240,52 @@ def _check_values(engine: str, found: dict[str, Any]) -> None:
         raise InputError("engine_args", problem, "tokens of a chunk, such as 16384")
     if found.get("max_model_len") in ("auto", -1):  # as long as the KV cache allows
         del found["max_model_len"]
+
+
+#: Numbers of a line that bound fields, by no name of a field.
+_BOUNDS = {"scheduled_tokens": "max_num_batched_tokens", "active_seqs": "max_num_seqs",
+           "kv_tokens": "", "prefill_tokens": "", "servers": ""}  # fmt: skip
+
+
+def _bounds(engine: str, found: dict[str, Any], values: Mapping[str, Any], idle: list[str]) -> None:
+    """Turn numbers that bound others, or count tokens or processes, into fields; in place."""
+    given = {name: found.pop(name) for name in _BOUNDS if name in found}
+    for name, bound in given.items():
+        if isinstance(bound, bool) or not isinstance(bound, int):
+            if bound not in (None, "None", "none", "null"):
+                raise InputError("engine_args", f"{name}: {bound!r}", "a whole number")
+            continue
+        if field := _BOUNDS[name]:
+            found[field] = min(bound, int(found.get(field, bound)))
+        elif name == "kv_tokens":  # and one is vLLM's null block
+            size = values.get("block_size") or found.get("block_size")
+            usual = default_fields(dict(values) | {"engine": engine}).get("block_size", 16)
+            found["num_gpu_blocks_override"] = bound // int(size or usual) + 1
+        elif name == "servers" and bound > 0:  # of each server that the line starts
+            workers = re.match(r"\d+", str(values.get("topology", "")))
+            found["api_servers"] = bound * int(workers[0] if workers else 1)
+        elif name == "prefill_tokens":
+            chunk = int(found.get("max_num_batched_tokens", 16384))
+            if bound < chunk:
+                problem = f"--max-prefill-tokens {bound} below chunks of {chunk} tokens"
+                raise InputError("engine_args", problem, f"--chunked-prefill-size {bound}")
+            idle.append("max_prefill_tokens")
+
+
+def _rebalance(
+    engine: str, found: dict[str, Any], values: Mapping[str, Any], idle: list[str]
+) -> None:
+    """Turn an engine's load balancer of experts into moving experts; in place.
+
+    vLLM's ``EPLBConfig`` rebalances every 3,000 steps by the last 1,000, beside the steps; SGLang
+    every 1,000 by as many, between them. Both start with experts in their order."""
+    names = ("eplb_interval", "eplb_window", "eplb_async")
+    if not found.pop("eplb", False):
+        idle += [f"{name} (EPLB is off)" for name in names if found.pop(name, None) is not None]
+        return
+    usual = (3000, 1000, True) if engine == "vllm" else (found.get(names[0], 1000),) * 2 + (False,)
+    found |= {n: v for n, v in zip(names, usual, strict=True) if found.get(n) in (None, "None")}
+    found.setdefault("expert_placement", "eplb:load=none")
 
 
 def _warn_of(changes: list[str], idle: list[str]) -> None:
@@ -542,7 +527,7 @@ def _options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
         yield "model", line.model
     if not bench:
         for name, value in line.environment.items():
-            if engine == "vllm" and (name in _OF_ENVIRONMENT or name in _NAMES["vllm"]):
+            if engine == "vllm" and (name in _OF_ENVIRONMENT or name in NAMES["vllm"]):
                 yield _OF_ENVIRONMENT.get(name, name), _value(value)
             elif (engine, name, value) == ("vllm", "VLLM_USE_V1", "0"):
                 raise InputError("engine_args", "VLLM_USE_V1=0 is not simulated", "vLLM's V1")
@@ -563,8 +548,13 @@ def _options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
         if word.startswith("--"):
             name = _in_full(name, engine, bench)
         elif engine == "vllm" and not bench:
-            name = SHORT.get(name, name)
-        yield name, _value(value) if equals else True
+            head, dot, rest = name.partition(".")
+            name = SHORT.get(head, head) + dot + rest
+        if name in _IN_JSON and value.startswith("{"):
+            config = parse_json(value, "engine_args", f"--{name.replace('_', '-')}")
+            yield from _nested(config, f"{name}.") if isinstance(config, Mapping) else ()
+        else:
+            yield name, _value(value) if equals else True
 
 
 #: Variables of vLLM's environment that were options, too.
@@ -590,7 +580,7 @@ def _in_full(name: str, engine: str, bench: str) -> str:
     TensorRT-LLM's parser takes no abbreviations."""
     if engine == "trtllm" and not bench:
         return name
-    fields = BENCH | {"random_range_ratio": "ratio"} if bench else _NAMES[engine]
+    fields = BENCH | {"random_range_ratio": "ratio"} if bench else NAMES[engine]
     head, dot, rest = name.partition(".")
     whole = full_name(head, bench or engine, bool(bench), fields)
     if isinstance(whole, str):

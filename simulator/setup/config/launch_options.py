@@ -47,6 +47,13 @@ _WEIGHTS = "all weights on the GPUs: more of them, or a quantized model"
 _CACHE = "--kv-tier NAME:SIZE,load=RATE, and a launch line without it"
 _MODEL = "--model FILE, a config.json with these values"
 _CONTEXT = "1, and --tensor-parallel-size or --data-parallel-size"
+_QUEUE = "no limit on the queue, and --max-concurrency for the load"
+_ORDER = "--queue-order fcfs, sjf or priority (a log's column, lowest number first)"
+_PLACE = "a line without it, and --expert-placement"
+_GRAPHS = "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, FULL, or NONE"
+_CHUNKS = "a line without it, and --max-num-batched-tokens"
+_ACCEPTS = "a line without it, and --acceptance FILE"
+_OURS = "a line without it"
 #: What works another way than anything simulated, and what to write instead.
 _REFUSED = {
     "enable_lora": _LORA, "lora_modules": _LORA, "lora_paths": _LORA, "lora_config": _LORA,
@@ -57,6 +64,49 @@ _REFUSED = {
     "attention_context_parallel_size": _CONTEXT,
     "hf_overrides": _MODEL, "json_model_override_args": _MODEL,
     "is_embedding": "a line that generates tokens",
+    "max_num_queued_reqs": _QUEUE, "max_num_queued_tokens": _QUEUE, "max_queued_requests": _QUEUE,
+    "schedule_policy": _ORDER, "enable_priority_scheduling": _ORDER, "scheduler_cls": _ORDER,
+    "load_balance_method": "round_robin, and --policy jsq or another of eldr-sim policies",
+    "expert_placement_strategy": _PLACE, "init_expert_location": _PLACE, "eplb_algorithm": _PLACE,
+    "eplb_config.policy": _PLACE, "moe_config.load_balancer": _PLACE,
+    "eplb_rebalance_layers_per_chunk": "a line without it: all layers are rebalanced at once",
+    "eplb_min_rebalancing_utilization_threshold": "1.0: experts are always rebalanced",
+    "compilation_config.cudagraph_mode": _GRAPHS,
+    "long_prefill_token_threshold_adaptive": "--long-prefill-token-threshold N",
+    "max_num_partial_prefills": "--long-prefill-token-threshold N",
+    "max_long_partial_prefills": "--long-prefill-token-threshold N",
+    "enable_dynamic_chunking": _CHUNKS, "prefill_max_requests": _CHUNKS,
+    "num_continuous_decode_steps": "1, and --scheduler-recv-interval N",
+    "num_scheduler_steps": "1", "prefill_decode_interval": "0, and --prefill-schedule-interval N",
+    "enable_prefill_delayer": _OURS, "enable_pdmux": _OURS, "watermark": "0",
+    "kv_sharing_fast_prefill": _OURS, "radix_eviction_policy": "lru", "retraction_policy": "length",
+    "enable_sliding_window": "--disable-hybrid-kv-cache-manager, which keeps full contexts",
+    "dbo_decode_token_threshold": "32", "dbo_prefill_token_threshold": "512",
+    "ubatch_size": "two halves of a step: --enable-dbo", "max_beam_width": "1",
+    "moe_dp_size": "1", "moe_data_parallel_size": "1", "dwdp_size": "1",
+    "enable_prefill_cp": _CONTEXT, "enable_nsa_prefill_context_parallel": _CONTEXT,
+    "context_parallel_size": _CONTEXT, "cp_size": _CONTEXT,
+    "speculative_adaptive": _ACCEPTS, "speculative_accept_threshold_single": _ACCEPTS,
+    "speculative_accept_threshold_acc": _ACCEPTS, "model_impl": "the engine's own models: auto",
+    "scheduler_config.context_chunking_policy": "FIRST_COME_FIRST_SERVED",
+}  # fmt: skip
+#: The values of refused options with which engines do what is simulated here, lower case.
+_NEUTRAL = {
+    "schedule_policy": ("fcfs",), "expert_placement_strategy": ("linear",),
+    "load_balance_method": ("auto", "round_robin", "follow_bootstrap_room"),
+    "init_expert_location": ("trivial",), "eplb_algorithm": ("auto", "deepseek"),
+    "eplb_config.policy": ("default",), "enable_sliding_window": ("true",),
+    "eplb_min_rebalancing_utilization_threshold": ("1", "1.0"),
+    "compilation_config.cudagraph_mode": ("full", "full_decode_only", "full_and_piecewise"),
+    "max_num_partial_prefills": ("1",), "max_long_partial_prefills": ("1",),
+    "num_continuous_decode_steps": ("1",), "num_scheduler_steps": ("1",),
+    "radix_eviction_policy": ("lru",), "retraction_policy": ("length",),
+    "dbo_decode_token_threshold": ("32",), "dbo_prefill_token_threshold": ("512",),
+    "ubatch_size": ("2",), "max_beam_width": ("1",), "moe_dp_size": ("1",),
+    "moe_data_parallel_size": ("1",), "dwdp_size": ("1",), "model_impl": ("auto", "vllm", "sglang"),
+    "speculative_accept_threshold_single": ("1", "1.0"),
+    "speculative_accept_threshold_acc": ("1", "1.0"),
+    "scheduler_config.context_chunking_policy": ("first_come_first_served",),
 }  # fmt: skip
 #: The values of options for which engines do what is simulated here.
 _SIMULATED = {
@@ -64,8 +114,12 @@ _SIMULATED = {
     "convert": ("auto", "none"), "device": ("auto", "cuda", "rocm"), "backend": ("pytorch",),
     "preemption_mode": ("recompute",),
 }  # fmt: skip
-#: Words of options that act only beside one that is refused, or that asks for a KV tier.
-_BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_")
+#: Words of options that act only beside one that is refused, or that asks for a KV tier, and of
+#: those that concern images, sound and video: prompts are text.
+_BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_", "priority_value",
+           "priority_preemption", "on_priority", "priority_scheduling_", "log_balancedness",
+           "_mm_", "multimodal", "language_model_only", "video_pruning", "image_processor",
+           "encoder_", "asr_max")  # fmt: skip
 
 
 def full_name(name: str, engine: str, bench: bool, fields: Mapping[str, str]) -> str | list[str]:
@@ -101,9 +155,14 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
         return False
     if name in _REFUSED:
         off = value in (0, False, None, "", "none", "None", "null", "{}")
-        if off or (value == 1 and _REFUSED[name] is _CONTEXT):
+        off &= name not in ("enable_sliding_window", "compilation_config.cudagraph_mode")
+        if (
+            off
+            or str(value).lower() in _NEUTRAL.get(name, ())
+            or (value == 1 and _REFUSED[name] is _CONTEXT)
+        ):
             return True
-        option = name.replace("_", "-")
+        option = name.replace("_", "-") + ("" if value is True else f" {value}")
         raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
     if name in _SIMULATED:
         if value not in _SIMULATED[name]:
@@ -116,7 +175,7 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
         return str(value).lower() in ("auto", "bfloat16", "bf16", "float16", "half", "fp16")
     if name == "enable_chunked_prefill":  # vLLM's engine has no other
         return engine == "vllm" and value is True
-    if name in WITHOUT_EFFECT or any(word in name for word in _BESIDE):
+    if name in WITHOUT_EFFECT or name.startswith("mm_") or any(w in name for w in _BESIDE):
         return True
     twin = "disable_" + name.removeprefix("enable_")
     return twin in WITHOUT_EFFECT and name.startswith("enable_")
