@@ -173,11 +173,13 @@ def _progress(*columns: ProgressColumn, **options: Any) -> Progress:
 
 
 @contextmanager
-def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+def _bar(
+    title: str, total: float, *columns: ProgressColumn, period_s: float = 30.0, **fields: Any
+) -> Iterator[Callable[..., None]]:
     """Show progress; yields a function of the share done, how a line says it, and the fields."""
     lines = None if sys.stderr.isatty() else _lines(title)
-    with _progress(*columns, transient=True) as progress:
-        task = progress.add_task(title, total=total)
+    with _progress(*columns, transient=True, speed_estimate_period=period_s) as progress:
+        task = progress.add_task(title, total=total, **fields)
 
         def update(share: float, said: str, **now: Any) -> None:
             if lines is not None:
@@ -198,24 +200,18 @@ def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callabl
 
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
-    """Show a sweep's progress and time left on the terminal's standard error."""
-    with _progress(
-        *_shares("{task.fields[runs]}"),
-        transient=True,
-        speed_estimate_period=math.inf,  # a run may take longer than any fixed period
-    ) as progress:
-        task = progress.add_task(title, total=1.0, runs="")
+    """Show a sweep's progress and the time left on standard error, as `progress_bar` does."""
+    columns = _shares("{task.fields[runs]}")
+    # A run may take longer than any fixed period.
+    with _bar(title, 1.0, *columns, period_s=math.inf, runs="") as update:
 
-        def update(now: SweepProgress) -> None:
+        def tell(now: SweepProgress) -> None:
             failed = f", {now.failed} failed" if now.failed else ""
+            runs = f"{now.done}/{now.total} runs{failed}"
             # rich takes the speed from the first step on, so there is one at the start.
-            done: dict[str, Any] = {
-                "completed": max(now.share, 1e-9),
-                "runs": f"{now.done}/{now.total} runs{failed}",
-            }
-            progress.update(task, **done)
+            update(now.share, runs, completed=max(now.share, 1e-9), runs=runs)
 
-        yield update
+        yield tell
 
 
 @contextmanager

@@ -102,8 +102,10 @@ def explain_run(run: Folder) -> Explanation:
         lines.append(f"{left} more were refused, cancelled or lost: they are not in this table")
     if limits := summary.get("limits"):
         lines.append(f"Bottleneck: {limits['bottleneck']}: {limits['because']}")
-        used = (f"{name.replace('_', ' ')} {of:.0%}" for name, of in limits["utilisation"].items())
-        lines.append(f"Utilisation: {', '.join(used)}")
+        use = {name.replace("_", " "): f"{of:.0%}" for name, of in limits["utilisation"].items()}
+        if "prefill busy" not in use:  # co-located workers, whose steps decode and prefill
+            use = {name.replace("decode", "workers"): of for name, of in use.items()}
+        lines.append(f"Utilisation: {', '.join(map(' '.join, use.items()))}")
         if (transfers := limits.get("kv_transfers_per_worker")) is not None:
             lines.append(f"KV transfers in progress on a decode worker: {transfers:.2f}")
     if faults := summary.get("faults"):

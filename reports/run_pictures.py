@@ -140,7 +140,9 @@ class _Run:
                 self.requests[key] = self.requests[own]
         self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
         steps = folder.tables["steps"].to_pandas()
-        self.decode_steps = steps[steps["role"] == "decode"]
+        decodes = steps["role"] == "decode"
+        self.decode_steps = steps[decodes]
+        self.worker = "worker" if decodes.all() else "decode worker"  # of ``xC``: no other steps
         self.warmup_s = folder.documents["summary"]["window_start_s"]
         self.scaling = folder.documents["summary"].get("scaling")
         self._colour, self._style = colour, style + colour // N_COLOURS
@@ -309,8 +311,8 @@ def _decode_workers(run: _Run, named: bool, colours: Colours) -> Picture:
     share = share.reindex(columns=mean.index, fill_value=0.0)
     domains = [str(name) for name in share.index]
     return stacked_bars(
-        "Mean batch of each decode worker by domain" + (f": {run.name}" if named else ""),
-        "decode worker",
+        f"Mean batch of each {run.worker} by domain" + (f": {run.name}" if named else ""),
+        run.worker,
         "mean batch, requests, by share of domain",
         [str(worker) for worker in mean.index],
         [(name, (share.loc[name] * mean).tolist(), colours("domain", name)) for name in domains],

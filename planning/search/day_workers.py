@@ -26,8 +26,9 @@ def workers_by_period(scaling: Mapping[str, Any]) -> list[dict[str, Any]]:
         arrived = sum(row["requests"] for row in minutes if begin <= row["from_s"] < until)
         workers = {
             pool: _mean(table["at_s"], table["ready"], begin, until)
-            for pool, table in scaling["replicas"].items()
             if table["at_s"]
+            else scaling["mean_workers"][pool]  # never changes
+            for pool, table in scaling["replicas"].items()
         }
         rows.append(
             {

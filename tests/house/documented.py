@@ -89,6 +89,8 @@ SHORT = {
     "serve --topology 1P1D": "--engine-ports PORT --port 0",
     "router": "--port 0",
     "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100",
+    "plan --model GPT-OSS-120B": f"{_SHORT_PLAN} --gpu h200",
+    "plan --workload log.csv": "",
     "plan --model DeepSeek-R1": f"{_SHORT_PLAN} --request-rate 20 --max-gpus 24 -dp 8,16",
     "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --max-gpus 32 -dp 8 "
     "--ffn-ranks 0,8",

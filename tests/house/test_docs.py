@@ -246,7 +246,13 @@ def test_examples_run(page, run_cli, tmp_path, monkeypatch):
         command, options = parsed(words)
         if command in QUICK:
             more = QUICK[command]
-            if options.get("num_requests"):
+            if options.get("concurrencies"):
+                more = ["--num-requests", "20", "--seeds", "2", "--jobs", "1", "--warmup", "0"]
+            elif options.get("sessions"):
+                more = ["--sessions", "10", "--seeds", "2", "--jobs", "1"]
+            elif options.get("autoscale"):
+                more = ["--load", "ladder:2,4@5", "--start-up", "1", "--seeds", "2"]
+            elif options.get("num_requests"):
                 more = ["--num-requests", "20"]
             elif options.get("busiest"):
                 more = []

@@ -132,6 +132,8 @@ def test_a_period_has_the_mean_of_what_changes_in_it():
     assert len(rows) == 24
     assert rows[0]["requests_per_s"] == 1.0
     assert workers_by_period({"by_minute": [], "replicas": {}}) == []
+    scaling |= {"replicas": {"decode": {"at_s": [], "ready": []}}, "mean_workers": {"decode": 2.0}}
+    assert [row["workers"] for row in workers_by_period(scaling)] == [{"decode": 2.0}] * 24
 
 
 def test_prices_make_it_dollars():

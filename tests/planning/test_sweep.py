@@ -364,6 +364,18 @@ def test_progress_counts_runs_and_time_left(monkeypatch, updates, shown, time_le
     assert re.search(time_left, terminal.getvalue())
 
 
+def test_without_a_terminal_a_sweep_prints_lines(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("eldr_sim.cli.console.time.monotonic", lambda: clock[0])
+    with sweep_bar("grid") as update:
+        for clock[0], done in ((0.0, 0), (20.0, 1), (40.0, 2)):
+            update(SweepProgress(done, 4, 0, done / 4))
+    assert capsys.readouterr().err.splitlines() == [
+        "grid: 1/4 runs, 20 s so far, about 60 s left",
+        "grid: 2/4 runs, 40 s so far, about 40 s left",
+    ]
+
+
 def test_command_says_how_to_go_on(run_cli, tmp_path, sweep_file, fake_runs, monkeypatch):
     out = tmp_path / "out"
     real, calls = points.simulate_summary, []

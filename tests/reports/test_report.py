@@ -421,7 +421,7 @@ def test_co_located_workers_have_a_page(tmp_path):
     page = Page(report([tmp_path / "run"]))
     assert "prefill policy" not in next(page.root.all("p", "lead")).text
     assert marks(page.pictures()["Activated experts against batch"])
-    assert marks(page.pictures()["Mean batch of each decode worker by domain"])
+    assert marks(page.pictures()["Mean batch of each worker by domain"])
 
 
 def test_same_input_same_bytes(report_folders, tmp_path):

@@ -157,7 +157,7 @@ def test_a_bad_file_is_an_input_error(pools, said):
     ("fields", "said"),
     [
         ({"policy": "marginal_cost"}, "step times"),
-        ({"fail": "c:0@1s"}, r"no such worker \(allowed: p:0 to 0, a:0 to 0, b:0 to 0\)"),
+        ({"fail": "c:0@1s"}, r"no such worker \(allowed: p:0, a:0, b:0\)"),
     ],
 )
 def test_what_pools_that_differ_cannot_do(fields, said):

@@ -56,6 +56,15 @@ def test_nobody_comes_while_the_rate_is_0_and_a_shape_begins_again():
     assert len({*(at // 30)}) == 3
 
 
+def test_a_log_as_load_is_read_by_its_columns(tmp_path):
+    log = tmp_path / "log.csv"
+    log.write_text("t,prompts,outputs\n" + "".join(f"{i},40,4\n" for i in range(120)))
+    columns = "time_s=t,input=prompts,output=outputs"
+    config = es.RunConfig(topology="1C", load=str(log), columns=columns)
+    assert config.requests.effective_rate == pytest.approx(1.0)
+    assert config.requests.duration_s == 120.0
+
+
 def test_files_give_rates_and_logs_their_own(tmp_path):
     rates, log = tmp_path / "rates.csv", tmp_path / "log.csv"
     rates.write_text("t_s,rate\n0,2\n60,8\n")

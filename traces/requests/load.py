@@ -157,8 +157,7 @@ class Load:
             if self.sessions_file is not None:
                 raise InputError("sessions_file", f"workload {self.workload} is not a log", "none")
             for name in ("columns", "time_unit"):
-                of_load = name == "time_unit" and self.load is not None
-                if getattr(self, name) is not None and not of_load:
+                if getattr(self, name) is not None and self.load is None:
                     problem = f"workload {self.workload} has no priorities"
                     raise InputError(name, problem, "the path of a request log")
             if self.arrivals == "recorded":

@@ -78,15 +78,15 @@ class LoadShape:
         return np.rint(self.when(drawn / scale) * 1e9) / 1e9
 
 
-def load_shape(text: str, time_unit: str | None = None) -> LoadShape:
+def load_shape(text: str, time_unit: str | None = None, columns: str | None = None) -> LoadShape:
     """Return the shape that ``--load`` names; raises InputError where it names none.
-    ``time_unit``: of the times of a log, where it does not say it."""
+    ``time_unit``, ``columns``: of the times and the columns of a log that does not say them."""
     file = Path(text)
-    return _known(text, file.stat().st_mtime_ns if file.is_file() else 0, time_unit)
+    return _known(text, file.stat().st_mtime_ns if file.is_file() else 0, time_unit, columns)
 
 
 @lru_cache(maxsize=16)
-def _known(text: str, _changed: int, time_unit: str | None) -> LoadShape:
+def _known(text: str, _changed: int, time_unit: str | None, columns: str | None) -> LoadShape:
     kind, _, rest = text.partition(":")
     if kind in ("sine", "sin") and rest:
         shape = _sine(text, rest)
@@ -96,7 +96,7 @@ def _known(text: str, _changed: int, time_unit: str | None) -> LoadShape:
         rates = _numbers(text, values)
         shape = LoadShape(np.arange(len(rates) + 1.0) * each, np.array(rates))
     elif Path(text).is_file():
-        shape = _rates(text) or _of_counts(text) or _of_log(text, time_unit)
+        shape = _rates(text) or _of_counts(text) or _of_log(text, time_unit, columns)
     else:
         raise InputError("load", f"{text!r} is neither a shape nor a file", _ALLOWED)
     if not (shape.rates >= 0.0).all() or not np.isfinite(shape.rates).all() or shape.mean <= 0.0:
@@ -151,8 +151,8 @@ def _of_counts(path: str) -> LoadShape | None:
     return None if rates is None else LoadShape(*rates)
 
 
-def _of_log(path: str, time_unit: str | None) -> LoadShape:
-    log = known_log(path, time_unit=time_unit)
+def _of_log(path: str, time_unit: str | None, columns: str | None) -> LoadShape:
+    log = known_log(path, columns, time_unit=time_unit)
     if not log.timed:
         raise InputError("load", f"{path} does not say when requests come", _ALLOWED)
     arrival_s = log.arrival_s

@@ -100,7 +100,7 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[Floats, dict[str, Any
         drawing = (
             arrivals.draw_arrivals
             if load.load is None
-            else load_shape(load.load, load.time_unit).draw
+            else load_shape(load.load, load.time_unit, load.columns if load.is_named else None).draw
         )
         arrival_s = drawing(rate, load.burstiness, *how_many, load.seed)
     else:

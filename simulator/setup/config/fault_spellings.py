@@ -139,7 +139,7 @@ def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: 
         if fault.worker >= n:
             known = {fault.pool: n} if n else workers
             allowed = ", ".join(
-                f"{replace(fault, pool=pool, worker=0).where} to {of - 1}"
+                f"{replace(fault, pool=pool, worker=0).where}" + (f" to {of - 1}" if of > 1 else "")
                 for pool, of in known.items()
             )
             raise InputError("events", f"{fault}: there is no such worker", allowed)

@@ -188,7 +188,7 @@ class WorkloadConfig(Fields):
         if self.duration is None and self.arrivals == "agentx":
             return LANES_S
         if self.duration is None and self.load is not None:
-            return _shape_of(self.load, self.time_unit).span_s
+            return self._shape(self.load).span_s
         if self.n_sessions is not None:
             return None
         return 120.0 if self.duration is None else self.duration
@@ -197,7 +197,7 @@ class WorkloadConfig(Fields):
     def effective_rate(self) -> float | None:
         """Mean requests per second; None where a file's timestamps rule."""
         if self.request_rate is None and self.load is not None:
-            return _shape_of(self.load, self.time_unit).mean
+            return self._shape(self.load).mean
         if self.request_rate is not None or self.from_file:
             return self.request_rate
         if self.workload not in SESSIONS:
@@ -211,11 +211,10 @@ class WorkloadConfig(Fields):
             return None
         return self.num_requests or self.sessions or 500
 
+    def _shape(self, load: str) -> LoadShape:
+        from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
 
-def _shape_of(load: str, time_unit: str | None) -> LoadShape:
-    from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
-
-    return load_shape(load, time_unit)
+        return load_shape(load, self.time_unit, None if self.from_file else self.columns)
 
 
 #: Fields of a run that measures no part of a log.
