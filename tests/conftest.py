@@ -122,6 +122,38 @@ def pytest_runtest_call(item):
         signal.signal(signal.SIGALRM, before)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases", type=int, default=1, help="times the usual number of cases of generators"
+    )
+
+
+@pytest.fixture
+def n_cases(request, record_property):
+    """Return how many cases a generator tries; the summary of the tests prints it."""
+
+    def counted(usual, fixed=False):
+        n = usual if fixed else usual * request.config.getoption("--cases")
+        record_property("cases", n)
+        return n
+
+    return counted
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the generators' cases, by test."""
+    counts = {}
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        name = report.nodeid.partition("[")[0]
+        own = [n for kind, n in report.user_properties if kind == "cases"]
+        if own and report.when == "call":
+            counts[name] = counts.get(name, 0) + sum(own)
+    if counts:
+        terminalreporter.section(f"{sum(counts.values()):,} cases of generators")
+        for name, n in sorted(counts.items()):
+            terminalreporter.line(f"{n:>7,}  {name}")
+
+
 def pytest_collection_finish():
     """Thousands of tests stay until the end: the collector need not look at them, nor so often."""
     gc.freeze()

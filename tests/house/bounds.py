@@ -13,12 +13,13 @@ import sys
 import warnings
 from typing import Any
 
-os.environ["NUMBA_BOUNDSCHECK"] = "1"
+if __name__ == "__main__":  # before numba is imported
+    os.environ["NUMBA_BOUNDSCHECK"] = "1"
 
 from fuzz_cases import BASES, VALUES, base_of, with_field
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.run import Result, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 #: What draws from `VALUES` seldom make together.
@@ -58,21 +59,20 @@ def draw(seed: int) -> dict[str, Any]:
     return fields
 
 
-def run(fields: dict[str, Any]) -> str:
-    """Run a cluster without the fields that are refused; returns what became of it."""
+def run(fields: dict[str, Any]) -> tuple[str, Result | None]:
+    """Run a cluster; fields that are refused are deleted. Returns what became of it, and the
+    result."""
     for _ in range(_TRIES):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                simulate(make_config(fields))
+                return "done", simulate(make_config(fields))
         except InputError as error:
             field = error.field.split(".")[0].split("[")[0]
             if field not in fields:
-                return f"refused: {error}"
+                return f"refused: {error}", None
             del fields[field]
-        else:
-            return "done"
-    return "refused too often"
+    return "refused too often", None
 
 
 def main(n: int, seed: int) -> int:
@@ -84,7 +84,7 @@ def main(n: int, seed: int) -> int:
     for number in range(seed * 100_000, seed * 100_000 + n):
         fields = draw(number)
         try:
-            told = run(fields)
+            told, _ = run(fields)
         except Exception as error:
             told = f"failed: {type(error).__name__}: {error}"
         if unseen:

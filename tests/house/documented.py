@@ -95,6 +95,9 @@ SHORT = {
     "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --max-gpus 32 -dp 8 "
     "--ffn-ranks 0,8",
     "plan --gpus 10 --knobs": f"{_SHORT_PLAN} --gpus 3",
+    "plan --slo ttft:500,tpot:25": f"{_SHORT_PLAN} --gpu h100",
+    "plan --gpus 10 --slo": f"{_SHORT_PLAN} --gpus 3",
+    "plan --topology 2P12D": f"{_SHORT_PLAN} --topology 1P3D",
     "validate published": "--every 200 --most 8 --engine trtllm",
     "validate published --rows": "",
     "sweep docs/sweep_eldr": "--dry-run",

@@ -98,7 +98,8 @@ def _equal(beside, neutral):
 @pytest.mark.parametrize(
     ("beside", "neutral"), [({}, NEUTRAL), *OF_ENGINE], ids=["vllm", "sglang", "trtllm"]
 )
-def test_neutral_values_together_change_nothing(beside, neutral):
+def test_neutral_values_together_change_nothing(beside, neutral, n_cases):
+    n_cases(len(neutral), fixed=True)
     if not _equal(beside, neutral):
         alone = {name for name in neutral if not _equal(beside, {name: neutral[name]})}
         pytest.fail(f"changes a result: {alone or 'none alone'}")

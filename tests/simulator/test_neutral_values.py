@@ -1,6 +1,10 @@
 """An option whose value changes nothing changes nothing: every byte of a result stays equal."""
 
+import itertools
 import json
+import random
+
+from bounds import draw, run
 
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -48,17 +52,66 @@ _OWN = {
 
 def _outcome(fields):
     result = simulate(make_config(BASE | fields))
+    return result.requests, result.steps, _figures(result)
+
+
+def _figures(result):
     figures = {name: of for name, of in result.summary.items() if name not in _OWN}
-    return result.requests, result.steps, json.dumps(figures, sort_keys=True)
+    return json.dumps(figures, sort_keys=True)
 
 
 @on_each("beside, neutral", NEUTRAL)
-def test_a_neutral_value_changes_nothing(beside, neutral):
+def test_a_neutral_value_changes_nothing(beside, neutral, n_cases):
     """INV-11."""
+    n_cases(1, fixed=True)
     requests, *rest = _outcome(beside)
     others, *other_rest = _outcome(beside | neutral)
     assert requests == others.select(requests.column_names)  # faults add a column
     assert rest == other_rest
+
+
+#: Those of any cluster that does not have the field, nor one of these.
+ANYWHERE = [
+    ({"max_concurrency": 100_000}, {"sessions", "load", "max_active_sessions"}),
+    ({"price_per_gpu_hour": 3.0}, set()),
+    ({"goodput": {"e2el": 1e9}}, set()),
+    ({"max_retries": 5}, {"fail", "events"}),
+    ({"user_retry_s": 5.0}, {"fail", "events"}),
+    ({"fail": ("decode:0@100000s+1s",)}, {"autoscale", "events", "width_pause"}),
+    ({"num_redundant_experts": 0}, set()),
+    ({"prefix_len": 0}, set()),
+    ({"random_range_ratio": 0.0}, set()),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, set()),
+    ({"conditional_disagg": "noncached:0"}, set()),
+]
+
+
+def test_neutral_values_change_no_random_cluster(n_cases):
+    """INV-11, on clusters of `bounds`: whatever else is given."""
+    changed, equal, rng, n = [], 0, random.Random(7), n_cases(10)
+    seeds = itertools.count()
+    while equal + len(changed) < n:
+        seed = next(seeds)
+        fields = draw(seed)
+        _, before = run(fields)
+        known = fields.keys()
+        fit = [of for of, no in ANYWHERE if not known & (of.keys() | no)]
+        neutral = rng.choice(fit)
+        if before is None:
+            continue
+        both = fields | neutral
+        _, after = run(both)
+        if after is None or not neutral.keys() <= both.keys():  # refused beside these
+            continue
+        figures = [
+            (one.requests.select(before.requests.column_names), one.steps, _figures(one))
+            for one in (before, after)
+        ]
+        if figures[0] == figures[1]:
+            equal += 1
+        else:
+            changed.append((seed, neutral))
+    assert changed == []
 
 
 def test_sglang_says_that_it_reserves_late_where_decode_workers_compute_prompts():
