@@ -385,7 +385,7 @@ def test_columns_of_any_table(tmp_path):
 @on_each(
     "text, columns, message",
     [
-        ("a,b\n1,2\n", "input=a", "columns: no output"),
+        ("a,b\n1,2\n", "input=a", "no output lengths (allowed: --output-len N"),
         ("a,b\n1,2\n", "input=a,output=c", "has no column 'c'"),
         ("a,b\n1,2\n", "input=a,output=b,inputs=a", "columns: 'inputs=a'"),
         ("a,b\n1,2\n", "input=a,output=b,time_s=a,time=b", "columns: more than one time column"),

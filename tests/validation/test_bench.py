@@ -46,6 +46,31 @@ def test_a_result_of_vllm_bench_is_read(result_file):
     assert detailed.lengths == ((10, 3), (20, 4))
 
 
+@on_each(
+    "field",
+    ["completed", "num_prompts", "failed", "max_concurrency", "duration", "request_throughput",
+     "mean_ttft_ms", "total_input_tokens", "burstiness", "request_rate", "input_lens"],
+)  # fmt: skip
+def test_switches_and_texts_are_no_numbers_of_a_result(field, tmp_path):
+    """``completed: true`` was read as one request."""
+    path = tmp_path / "result.json"
+    for value in (True, False, "20"):
+        of = [value] * 6 if field == "input_lens" else value
+        changes = {"input_lens": [9] * 6, "output_lens": [9] * 6} if "lens" in field else {}
+        path.write_text(json.dumps(RESULT | {"request_rate": 2.0} | changes | {field: of}))
+        if (field, value) == ("request_rate", "20"):
+            continue  # as "inf"
+        with pytest.raises(InputError, match=field):
+            read_bench(path)
+
+
+def test_no_request_of_a_result_completed(result_file):
+    with pytest.raises(InputError, match="no request completed"):
+        read_bench(result_file(completed=0))
+    with pytest.raises(InputError, match="whole number"):
+        read_bench(result_file(completed=5.5))
+
+
 def test_a_result_of_aiperf_is_read(tmp_path):
     path = tmp_path / "aiperf.json"
     statistics = {"unit": "ms", "avg": 12.0, "p50": 11.0, "p99": 30.0}

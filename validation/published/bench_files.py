@@ -117,6 +117,21 @@ def _check_figures(path: Path, figures: Mapping[str, float]) -> None:
             raise InputError("bench", problem, "milliseconds, as its name says")
 
 
+def _amount(where: object, name: str, value: Any) -> float:
+    """Return a number of a file; raises InputError for a switch or a text in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError("bench", f"{where}: {name} is {value!r:.40}", "a number from 0 on")
+    return float(value)
+
+
+def _count(where: object, name: str, value: Any) -> int:
+    """Return a number of requests or tokens, 0 for none given; raises InputError for others."""
+    number = _amount(where, name, 0 if value is None else value)
+    if not (number >= 0 and number.is_integer()):
+        raise InputError("bench", f"{where}: {name} is {value!r:.40}", "a whole number from 0 on")
+    return int(number)
+
+
 def _benches(path: Path, found: Any) -> list[Bench]:
     try:
         if isinstance(found, list):
@@ -147,35 +162,40 @@ def _vllm(path: Path, found: Any) -> Bench:
     if not isinstance(found, dict) or "mean_ttft_ms" not in found:
         problem = f"{path} has no mean_ttft_ms"
         raise InputError("bench", problem, "a result of vllm bench serve, aiperf or GuideLLM")
-    figures = {key: float(found[key]) for key in keys if found.get(key) is not None}
-    n = int(found.get("completed") or found.get("num_prompts") or 0)
+    figures = {key: _amount(path, key, found[key]) for key in keys if found.get(key) is not None}
+    for key in ("request_throughput", "output_throughput", "duration"):
+        if _amount(path, key, 0.0 if found.get(key) is None else found[key]):
+            figures[key] = float(found[key])
+    counts = ("completed", "num_prompts", "failed", "max_concurrency")
+    done, asked, failed, together = (_count(path, name, found.get(name)) for name in counts)
+    n = asked if found.get("completed") is None else done
     if n < 1:
         raise InputError("bench", f"{path}: no request completed", "a run with completed requests")
     rate = found.get("request_rate", "inf")
     load: dict[str, Any] = {"num_requests": n, "request_rate": rate if rate is not None else "inf"}
-    if found.get("max_concurrency"):
-        load["max_concurrency"] = int(found["max_concurrency"])
+    if together:
+        load["max_concurrency"] = together
     if found.get("burstiness") and not math.isinf(float(rate or "inf")):
-        load["burstiness"] = float(found["burstiness"])
+        load["burstiness"] = _amount(path, "burstiness", found["burstiness"])
     prompts, outputs = found.get("input_lens") or [], found.get("output_lens") or []
     if len(prompts) != len(outputs):
         problem = f"{path}: input_lens of {len(prompts)} requests, output_lens of {len(outputs)}"
         raise InputError("bench", problem, "as many, or neither")
-    lengths = tuple((int(a), int(b)) for a, b in zip(prompts, outputs, strict=True) if b)
+    columns = zip(prompts, outputs, strict=True)
+    pairs = ((_count(path, "input_lens", a), _count(path, "output_lens", b)) for a, b in columns)
+    lengths = tuple((a, b) for a, b in pairs if b)
     notes: tuple[str, ...] = ()
     if not lengths:
-        means = [float(found[f"total_{kind}_tokens"]) / n for kind in ("input", "output")]
+        totals = [f"total_{kind}_tokens" for kind in ("input", "output")]
+        means = [_amount(path, name, found[name]) / n for name in totals]
         lengths = _random_lengths(found, means, n)
         if lengths:
             notes = ("lengths drawn again as its benchmark draws them (random_range_ratio)",)
         else:
             load["input_len"], load["output_len"] = (max(1, round(mean)) for mean in means)
             notes = _waves(load)
-    for name in ("request_throughput", "output_throughput", "duration"):
-        if isinstance(found.get(name), int | float) and found[name] > 0:
-            figures[name] = float(found[name])
     stated = stated_load(path, found)
-    sent = max(len(prompts), int(found.get("num_prompts") or 0), n + int(found.get("failed") or 0))
+    sent = max(len(prompts), asked, n + failed)
     return Bench(path.name, figures, load, lengths, (), stated.model, stated.engine, sent, notes)
 
 
@@ -206,7 +226,8 @@ def _waves(load: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     figures = {
-        f"{of}_{ours}_ms": _ms_of(name, theirs, found[theirs]) * float(found[theirs][statistic])
+        f"{of}_{ours}_ms": _ms_of(name, theirs, found[theirs])
+        * _amount(name, theirs, found[theirs][statistic])
         for theirs, ours in _AIPERF.items()
         for statistic, of in _AIPERF_STATISTICS.items()
         if theirs in found and found[theirs].get(statistic) is not None
@@ -219,16 +240,17 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     elif aiperf_load.get("request_rate") and pattern == "gamma":
         load["burstiness"] = float(aiperf_load.get("arrival_smoothness") or 1.0)
     if aiperf_load.get("concurrency"):
-        load["max_concurrency"] = int(aiperf_load["concurrency"])
-    load["num_requests"] = int(found.get("request_count", {}).get("avg") or 0)
+        load["max_concurrency"] = _count(name, "concurrency", aiperf_load["concurrency"])
+    done = found.get("request_count", {}).get("avg")
+    load["num_requests"] = _count(name, "request_count", done)
     for theirs, ours in (("input", "input_len"), ("output", "output_len")):
         tokens = found.get(f"{theirs}_sequence_length", {}).get("avg")
         if tokens is None or not load["num_requests"]:
             raise InputError("bench", f"{name} lacks request_count or {theirs}_sequence_length")
-        load[ours] = max(1, round(float(tokens)))
+        load[ours] = max(1, round(_amount(name, f"{theirs}_sequence_length", tokens)))
     for theirs, ours in _THROUGHPUT.items():
         if isinstance(found.get(theirs), Mapping) and (found[theirs].get("avg") or 0) > 0:
-            figures[ours] = float(found[theirs]["avg"])
+            figures[ours] = _amount(name, theirs, found[theirs]["avg"])
             if ours == "duration":
                 figures[ours] *= _ms_of(name, theirs, {"unit": "s"} | found[theirs]) / 1e3
     spread = [found[f"{kind}_sequence_length"].get("std") for kind in ("input", "output")]
@@ -240,8 +262,8 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
         lengths = _normal_lengths(found, load["num_requests"])
         notes = ("lengths drawn again with the file's means and standard deviations",)
         del load["input_len"], load["output_len"]
-    failed = found.get("error_request_count")
-    sent = load["num_requests"] + int((failed or {}).get("avg") or 0)
+    failed = (found.get("error_request_count") or {}).get("avg")
+    sent = load["num_requests"] + _count(name, "error_request_count", failed)
     model = _aiperf_model(found.get("input_config", {}))
     return Bench(name, figures, load, lengths, (), model, "", sent, notes)
 
@@ -304,7 +326,7 @@ def _guidellm(path: Path, found: Mapping[str, Any]) -> Bench:
         known = known | {f"p{n}": known.get("percentiles", {}).get(f"p{n}") for n in (90, 99)}
         for of in _STATISTICS:
             if known.get(of) is not None:
-                figures[f"{of}_{ours}_ms"] = factor * float(known[of])
+                figures[f"{of}_{ours}_ms"] = factor * _amount(path, theirs, known[of])
     strategy = found["config"]["strategy"]
     kind, rate = strategy["type_"], strategy.get("rate")
     name = f"{path.name}, {kind}"
@@ -335,12 +357,13 @@ def _lifecycle(path: Path, records: Sequence[Any]) -> Bench:
     times: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "e2el")}
     lengths, arrivals, begins, ends = [], [], [], []
     for record in records:
-        begins.append(float(record["start_time"]))
-        prompt, output = (int(record["info"].get(f"{k}_tokens") or 0) for k in ("input", "output"))
+        begins.append(_amount(path, "start_time", record["start_time"]))
+        counts = ("input_tokens", "output_tokens")
+        prompt, output = (_count(path, name, record["info"].get(name)) for name in counts)
         tokens = [float(at) for at in record["info"].get("output_token_times") or ()]
         if record.get("error") or not output or not tokens:
             continue
-        start, end = begins[-1], float(record["end_time"])
+        start, end = begins[-1], _amount(path, "end_time", record["end_time"])
         lengths.append((prompt, output))
         arrivals.append(start)
         ends.append(end)

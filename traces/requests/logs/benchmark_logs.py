@@ -60,10 +60,15 @@ def stated_load(file: Path, record: Mapping[str, Any]) -> StatedLoad:
         burstiness = float(record.get("burstiness") or 1.0)
         limit = record.get("max_concurrency")
         most = None if limit in (None, "") else int(limit)
+        if any(isinstance(v, bool) for v in (given, limit, record.get("burstiness"))):
+            raise ValueError
+        if most is not None and most != float(limit):
+            raise ValueError
         if not rate > 0 or not 0 < burstiness < 1e9 or (most is not None and most < 1):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        problem = f"request_rate {given!r:.20}, max_concurrency {record.get('max_concurrency')!r}"
+        names = ("request_rate", "max_concurrency", "burstiness")
+        problem = ", ".join(f"{n} {record[n]!r:.20}" for n in names if n in record)
         raise InputError(str(file), problem, "numbers above 0, as its benchmark writes") from None
     has_times = record.get("start_times") is not None
     if record.get("ramp_up_strategy") and not has_times:

@@ -127,9 +127,8 @@ def columns_of(
         else:
             found[key] = column
     columns = TableColumns(**found)
-    missing = [key for key in ("input", "output") if getattr(columns, key) is None]
-    if known is None and missing:
-        raise InputError("columns", f"no {missing[0]}", "input, output and at most one time")
+    if known is None and columns.input is None:
+        raise InputError("columns", "no input", "input, output and at most one time")
     return columns if time_unit is None else _in_unit(columns, time_unit)
 
 
