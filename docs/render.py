@@ -377,7 +377,11 @@ def take(rows: list[Row], page: str, folders: list[Path]) -> None:
                     if not new["reason"] and new["size"] == "differs":
                         new["reason"] = row["reason"]
                     role = row["role"] if row["role"] == "error" else new["role"]
+                    before = verdict(row)
                     row |= new | {"role": role} | version
+                    if row["experiment"] and verdict(row) != before:
+                        print(f"verdict changed, experiment removed: {where}: {row['claim']}")
+                        row["experiment"] = ""
 
 
 def pages() -> list[Path]:
