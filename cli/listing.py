@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eldr_sim import cache as user_cache
-from eldr_sim.cli.console import print_table
+from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.decorators import complete, model_option, option, parallel_options
 from eldr_sim.cli.decorators import gpus as gpu_names
 from eldr_sim.cli.decorators import models as model_names
@@ -134,16 +134,17 @@ def support(model: str, gpu: str | None) -> None:
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.support import ENGINES, support
 
-    rows = [
-        [
-            one.model,
-            one.precision,
-            one.gpu,
-            str(one.n_gpus or "-"),
-            *(one.known[engine] for engine in ENGINES),
+    with progress_bar("support") as update:
+        rows = [
+            [
+                one.model,
+                one.precision,
+                one.gpu,
+                str(one.n_gpus or "-"),
+                *(one.known[engine] for engine in ENGINES),
+            ]
+            for one in support(load_model(model), None if gpu is None else [gpu], update)
         ]
-        for one in support(load_model(model), None if gpu is None else [gpu])
-    ]
     print_table("Support", ["model", "precision", "GPU", "GPUs", *ENGINES], rows)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eldr_sim.cli.console import print_table, print_written
+from eldr_sim.cli.console import print_table, print_written, progress_bar
 from eldr_sim.cli.decorators import complete, option, plot_option, traces
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
@@ -159,7 +159,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
         raise InputError("plot", "--plot without --out", "together with --out DIR")
     check_out(out, force, MARKER)
     opened = open_trace(name)
-    report = inspect_trace(opened)
+    with progress_bar("inspecting") as update:
+        report = inspect_trace(opened, update)
     if out is not None:
         write_trace_report(report, out, plot=plot, force=force)
     if as_json:

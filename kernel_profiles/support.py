@@ -1,6 +1,6 @@
 """How well a model's times are known on each GPU, by engine and precision."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
@@ -51,11 +51,18 @@ def _shape(model: ModelDims) -> dict[str, Any]:
     return model.model_dump(exclude=apart)
 
 
-def support(model: ModelDims, gpus: Sequence[str] | None = None) -> Iterator[Support]:
-    """Yield what is known of each precision of a model on each GPU, or on those named."""
-    for dims in precisions(model):
-        for name in list_gpus() if gpus is None else gpus:
-            yield _on(dims, name)
+def support(
+    model: ModelDims,
+    gpus: Sequence[str] | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Iterator[Support]:
+    """Yield what is known of each precision of a model on each GPU, or on those named;
+    ``progress`` receives the share done."""
+    names = list_gpus() if gpus is None else gpus
+    pairs = [(dims, name) for dims in precisions(model) for name in names]
+    for done, (dims, name) in enumerate(pairs, 1):
+        yield _on(dims, name)
+        progress(done / len(pairs))
 
 
 def _on(model: ModelDims, name: str) -> Support:

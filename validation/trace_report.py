@@ -1,6 +1,6 @@
 """Report on a routing trace, ELDR's figures 1, 3 and 4 among them; see ``docs/formats.md``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,19 @@ class TraceReport:
         }
 
 
-def inspect_trace(trace: RoutingTrace) -> TraceReport:
-    """Measure a trace."""
-    return TraceReport(
-        trace,
-        trace_statistics(trace),
-        request_overlap(trace),
-        _rho(trace),
-        _coactivation(trace),
-        request_spectrum(trace),
-        grouping_gain(trace),
-        rho_by_prompt(trace),
-    )
+def inspect_trace(
+    trace: RoutingTrace, progress: Callable[[float], None] = lambda share: None
+) -> TraceReport:
+    """Measure a trace; ``progress`` receives the share done."""
+    measures: tuple[Callable[[RoutingTrace], Any], ...] = (
+        trace_statistics, request_overlap, _rho, _coactivation, request_spectrum, grouping_gain,
+        rho_by_prompt,
+    )  # fmt: skip
+    found = []
+    for measure in measures:
+        found.append(measure(trace))
+        progress(len(found) / len(measures))
+    return TraceReport(trace, *found)
 
 
 def _coactivation(trace: RoutingTrace) -> dict[str, list[float]]:

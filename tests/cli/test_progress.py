@@ -100,3 +100,16 @@ def test_compiling_tells_its_share_until_the_loop_is_compiled(monkeypatch):
     assert 0.25 < told[100] < 0.5
     assert told[-2:] == [0.99, 1.0]
     assert len(told) == 402
+
+
+def test_a_listing_and_an_inspection_tell_their_share():
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.kernel_profiles.support import support
+    from eldr_sim.traces.routing.format import open_trace
+    from eldr_sim.validation.trace_report import inspect_trace
+
+    shares = []
+    assert len(list(support(load_model("Qwen3-30B-A3B"), ["H100", "H200"], shares.append))) > 1
+    inspect_trace(open_trace("reference-moe"), shares.append)
+    assert shares.count(1.0) == 2
+    assert all(0.0 < share <= 1.0 for share in shares)
