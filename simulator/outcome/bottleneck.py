@@ -189,11 +189,27 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         return _waits("decode", record.decode_steps, decoders[0], start, record.end_s)
 
     lengths = measured["prompt_len"]
-    ways = _tokenizing_ms(spent, lengths), 1e3 * spec.handover_s, spec.reserves_early
+    link_holds = False
+    if transfers is not None and len(measured):
+        tokens = float(np.mean(lengths))
+        held = use.get("decode_kv", 0.0) * decoders[0].n_blocks * spec.block_size
+        took_ms = mean_ms.get("KV transfer", 0.0)
+        if took_ms > mean_ms.get("prefill", 0.0) and transfers * tokens > held:
+            link_holds = took_ms > 2e3 * _alone_s(spec, decoders[0], tokens)
+    ways = _tokenizing_ms(spent, lengths), 1e3 * spec.handover_s, spec.reserves_early, link_holds
     name, why, phase = _bottleneck(mean_ms, use, transfers or 0.0, batch, waits, lengths, *ways)
     limits: dict[str, Any] = {"bottleneck": name, "because": why, "waits_in": phase}
     limits |= {"mean_phase_ms": mean_ms, "utilisation": use}
     return limits if transfers is None else limits | {"kv_transfers_per_worker": transfers}
+
+
+def _alone_s(spec: ClusterSpec, engine: EngineSpec, tokens: float) -> float:
+    """Return how long the KV cache of these tokens takes over a link that nothing else uses."""
+    shard = engine.parallelism.shard(engine.step_time.model)
+    descriptors = tokens / spec.block_size * shard.n_kv_tensors
+    rate = min(spec.transfer.bandwidth, spec.transfer.ingress)
+    moved_s = tokens * shard.kv_bytes_per_token / rate
+    return spec.transfer.setup_s + descriptors * spec.transfer.descriptor_s + moved_s
 
 
 def _tokenizing_ms(spent: Mapping[str, Floats], prompt_len: Ints) -> float:
@@ -259,13 +275,15 @@ def _bottleneck(
     tokenizing_ms: float,
     handover_ms: float,
     reserves_early: bool,
+    link_holds: bool,
 ) -> tuple[str, str, str | None]:
     """Return what requests wait for longest, why it is that, and the phase in which they wait.
 
     The last is None where there is no queue. ``transfers``: in progress on a decode worker;
     ``batch``: mean of decode steps; ``waits``: of the engines of a role; ``prompt_len``, [N]: of
     the requests; ``tokenizing_ms``: their mean time in an idle front end; ``handover_ms``: what
-    the hand-over to a decode worker takes; ``reserves_early``: prompts have decode blocks first."""
+    the hand-over to a decode worker takes; ``reserves_early``: prompts have decode blocks first;
+    ``link_holds``: most decode blocks are of requests that wait for a shared link."""
     ttft = math.fsum(mean_ms.get(name, 0.0) for name in TTFT_PHASES)
     if mean_ms.get("front end", 0.0) < 2.0 * tokenizing_ms:  # as long as in an idle front end
         names = {"front end": "tokenization"}
@@ -315,6 +333,9 @@ def _bottleneck(
     if code == NO_SEAT:
         seats = f"all {found.engine.max_num_seqs} places of the batch (max_num_seqs) are taken"
         return f"{apart}batch", f"{wait}, {part} while {seats}", phase
+    if code == NO_BLOCKS and link_holds:  # more blocks add transfers
+        why = f"{wait}, {part} for free KV blocks, which slow transfers hold"
+        return "link", f"{why}; {transfers:.2f} arrive at a worker at once", phase
     if code == NO_BLOCKS:
         return f"{apart}KV", f"{wait}, {part} for free KV blocks", phase
     if code == PUT_OFF:

@@ -182,6 +182,19 @@ def test_the_bottleneck_is_what_was_made_scarce(name, changes):
         assert limits["utilisation"]["decode_seats"] > 0.8
 
 
+def test_blocks_that_slow_transfers_hold_are_the_links_limit():
+    """More KV blocks made the TTFT longer, and were named all the same."""
+    fields = BASE | {
+        "topology": "4P1D", "num_requests": 60, "request_rate": 200, "input_len": 8000,
+        "output_len": 2, "warmup": 0,
+    }  # fmt: skip
+    slow = simulate_summary(RunConfig(**fields))
+    more = simulate_summary(RunConfig(**fields | {"num_gpu_blocks_override": 20_000}))
+    fast = simulate_summary(RunConfig(**fields | {"kv_transfer": "ideal"}))
+    assert slow["limits"]["bottleneck"] == "link", slow["limits"]
+    assert fast["mean_ttft_ms"] < 0.8 * slow["mean_ttft_ms"] <= more["mean_ttft_ms"]
+
+
 def test_enough_is_not_called_too_little():
     """No warm-up, and requests that live as long as the window: a false warning of old."""
     summary = simulate_summary(

@@ -62,7 +62,7 @@ def stated_load(file: Path, record: Mapping[str, Any]) -> StatedLoad:
         most = None if limit in (None, "") else int(limit)
         if any(isinstance(v, bool) for v in (given, limit, record.get("burstiness"))):
             raise ValueError
-        if most is not None and most != float(limit):
+        if most is not None and most != limit:
             raise ValueError
         if not rate > 0 or not 0 < burstiness < 1e9 or (most is not None and most < 1):
             raise ValueError
