@@ -58,6 +58,7 @@ def parts_of(summary: Summary) -> list[Part]:
     if not alone:
         parts.append(Part("Decode steps", tuple(_steps(summary))))
     for key, title, rows in (
+        ("kv_tiers", "KV tiers", _tiers),
         ("speculative_decoding", "Speculative Decoding", _drafts),
         ("group", "Engines that share experts", _group),
         ("weight_streaming", "Streamed experts", _streaming),
@@ -149,11 +150,6 @@ def _run(summary: Summary, alone: bool) -> Iterator[Figure | str]:
         yield from _tagged(summary, "prefix_cache_hit_rate")
         if summary.get("ideal_prefix_cache_hit_rate"):
             yield from _tagged(summary, "ideal_prefix_cache_hit_rate", "common_prefix_share")
-    if tiers := summary.get("kv_tiers"):
-        rates = (f"{name} {rate:.1%}" for name, rate in tiers["hit_rate"].items())
-        yield Figure("Hit rate by tier", ", ".join(rates))
-        yield Figure("Mean wait for loads", tiers["mean_load_wait_ms"], "ms")
-        yield Figure("Prefill saved by loads", tiers["prefill_seconds_saved"], "s")
 
 
 def log_lines(trace: Mapping[str, Any]) -> Iterator[str]:
@@ -204,6 +200,16 @@ def _drafts(summary: Summary, own: Summary) -> Iterator[Figure | str]:
     yield from _tagged(summary, "tokens_per_step", "verify_experts_over_plain", "draft_time_share")
     yield f"acceptance: {own['acceptance_source']}"
     yield f"experts of rejected drafts: {own['rejected_drafts_experts']}"
+
+
+def _tiers(_: Summary, own: Summary) -> Iterator[Figure]:
+    rates = (f"{name} {rate:.1%}" for name, rate in own["hit_rate"].items())
+    yield Figure("Hit rate by tier", ", ".join(rates))
+    for name, tier in own["tiers"].items():
+        moved = (f"{tier[f'{of}_gb']:.2f}" for of in ("stored", "loaded", "evicted"))
+        yield Figure(f"{name}: stored, loaded, evicted", ", ".join(moved), "GB")
+    yield Figure("Mean wait for loads", own["mean_load_wait_ms"], "ms")
+    yield Figure("Prefill saved by loads", own["prefill_seconds_saved"], "s")
 
 
 def _group(_: Summary, own: Summary) -> Iterator[Figure]:

@@ -135,7 +135,7 @@ def test_a_page_has_every_figure_that_the_terminal_prints(tmp_path, capsys):
     print_summary(result.summary)
     printed = capsys.readouterr().out
     titles = [part.title for part in parts_of(result.summary)]
-    assert {"Sessions", "Speculative Decoding", "Workers over time"} <= set(titles)
+    assert {"Sessions", "KV tiers", "Speculative Decoding", "Workers over time"} <= set(titles)
     latencies = {metric.heading for metric in LATENCIES.values()}
     for part in parts_of(result.summary):
         rows = [row for row in part.rows if not isinstance(row, str)]
