@@ -112,6 +112,7 @@ def _aiconfigurator(
 
     from eldr_sim.validation.published import record
 
+    predictions = record.read_others(others)
     wanted = [
         row
         for row in record.read()
@@ -124,7 +125,7 @@ def _aiconfigurator(
     with progress_bar("rows") as update:
         found = record.predict_record(wanted, out, jobs, update)
     rows = record.read() if every == 1 and not models and engine is None else wanted
-    table = record.table_of(rows, found, others)
+    table = record.table_of(rows, found, predictions)
     with whole_file(out / "rows.csv") as file:
         csv.write_csv(table, file)
     record.write_page(table, out / "record.md", "eldr-sim validate published", _today())

@@ -48,6 +48,7 @@ FILES = {
               for i in range(3000)),
     "incident.csv": "timestamp,input_length,output_length\n"
     + "".join(f"{100 * i},{40 + i},4\n" for i in range(20)),
+    "aiconfigurator.csv": "row,ttft_ms,tpot_ms\n0,100,10\n",
     "fleet.csv": "time,worker,event\n0,w-1,start\n0,w-2,start\n1,w-1,fail\n",
     "weka.jsonl": _lines(*(_SESSION | {"id": f"s{i}"} for i in range(64))),
     "monday.json": json.dumps({"logical_count": _EXPERTS[0]}),
@@ -88,12 +89,12 @@ SHORT = {
     "serve --topology 2P2D": "--port 0",
     "serve --topology 1P1D": "--engine-ports PORT --port 0",
     "router": "--port 0",
-    "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100",
+    "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100 --price h100=2.5",
     "plan --model GPT-OSS-120B": f"{_SHORT_PLAN} --gpu h200",
     "plan --workload log.csv": "",
     "plan --model DeepSeek-R1": f"{_SHORT_PLAN} --request-rate 20 --max-gpus 24 -dp 8,16",
-    "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --max-gpus 32 -dp 8 "
-    "--ffn-ranks 0,8",
+    "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --attainment 0.9 "
+    "--max-gpus 32 -dp 8 --ffn-ranks 0,8",
     "plan --gpus 10 --knobs": f"{_SHORT_PLAN} --gpus 3",
     "plan --slo ttft:500,tpot:25": f"{_SHORT_PLAN} --gpu h100",
     "plan --gpus 10 --slo": f"{_SHORT_PLAN} --gpus 3",

@@ -108,7 +108,7 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
     found = {rows[0].key: {"tpot": 12.0, "ttft": 30.0}, rows[1].key: {"tpot": 9.0, "ttft": 20.0}}
     others = tmp_path / "others.csv"
     others.write_text("row,ttft_ms,tpot_ms\n0,20,10\n1,,\n")
-    table = record.table_of(rows, found, others)
+    table = record.table_of(rows, found, record.read_others(others))
     assert table.column("tpot_error").to_pylist() == pytest.approx([20.0, -10.0, None])
     (cell,) = (c for c in record.cells(table, ("engine",)) if c["engine"] == "vllm")
     assert (cell["rows"], cell["predicted"], cell["both"]) == (2, 2, 1)
@@ -121,6 +121,17 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
     assert "![Predicted over measured figures](record.png)" in page
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
     assert isinstance(table, pa.Table)
+
+
+@pytest.mark.parametrize(
+    "text", ["a,b\n1,2\n", "row,ttft_ms\n0,1\n", "row,ttft_ms,tpot_ms\n0,1x,2\n",
+             "row,ttft_ms,tpot_ms\n0.5,1,2\n", "row,ttft_ms,tpot_ms\n0,1\n"]
+)  # fmt: skip
+def test_predictions_of_others_are_checked(tmp_path, text):
+    """Which is before any run."""
+    (tmp_path / "others.csv").write_text(text)
+    with pytest.raises(InputError, match=r"others.*line 2"):
+        record.read_others(tmp_path / "others.csv")
 
 
 @pytest.mark.parametrize(

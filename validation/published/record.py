@@ -3,6 +3,7 @@ Rows of one configuration are simulated once, on processes; what has ended stand
 that a run that was cut goes on. Nothing that was measured reaches a prediction."""
 
 import csv
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pyarrow as pa
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import read_text
 from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
@@ -173,16 +175,29 @@ def _once(path: Path) -> Iterator[Path]:
         yield path
 
 
+def read_others(path: Path | None) -> dict[int, dict[str, float]]:
+    """Return another estimator's predictions by row, ms, of a CSV of ``row``, ``ttft_ms`` and
+    ``tpot_ms``, empty where it has none. Raises InputError if the file is not one."""
+    reader = csv.DictReader(io.StringIO("" if path is None else read_text(path, "others")))
+    names = [f"{name}_ms" for name in _METRICS]
+    try:
+        return {
+            int(line["row"]): {name: float(line[name]) for name in names if line[name] != ""}
+            for line in reader
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{path}: line {reader.line_num}: {error}"
+        columns = "the columns row, a whole number, and ttft_ms, tpot_ms, numbers or empty"
+        raise InputError("others", problem, columns) from None
+
+
 def table_of(
-    rows: Sequence[Row], found: dict[str, dict[str, float] | str], others: Path | None = None
+    rows: Sequence[Row],
+    found: dict[str, dict[str, float] | str],
+    others: dict[int, dict[str, float]] | None = None,
 ) -> pa.Table:
     """Return a line a row: labels, measured and predicted figures, errors in %, and reasons.
-    ``others``: another estimator's predictions of the rows, a CSV of ``row``, ``ttft_ms`` and
-    ``tpot_ms``, empty where it has none."""
-    other: dict[int, dict[str, str]] = {}
-    if others is not None:
-        with others.open(encoding="utf-8", newline="") as file:
-            other = {int(line["row"]): line for line in csv.DictReader(file)}
+    ``others``: of `read_others`."""
     lines = []
     for row in rows:
         what = found.get(row.key, "not simulated yet") if row.run is not None else row.refused
@@ -202,8 +217,8 @@ def table_of(
             if not isinstance(what, str):
                 line[f"{name}_predicted_ms"] = what[name]
                 line[f"{name}_error"] = 100.0 * (what[name] / measured - 1.0)
-            if said := other.get(row.row, {}).get(f"{name}_ms"):
-                line[f"{name}_other"] = 100.0 * (float(said) / measured - 1.0)
+            if said := (others or {}).get(row.row, {}).get(f"{name}_ms"):
+                line[f"{name}_other"] = 100.0 * (said / measured - 1.0)
         lines.append(line)
     columns = dict.fromkeys(name for line in lines for name in line)
     columns |= dict.fromkeys(f"{name}_other" for name in _METRICS)  # there may be no other's
