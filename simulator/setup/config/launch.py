@@ -223,7 +223,7 @@ def _check_values(engine: str, found: dict[str, Any]) -> None:
     """Read numbers as vLLM's parser does (``32k``: 32,000, ``32K``: 32,768), and raise InputError
     for an option without its value; in place."""
     for name, value in list(found.items()):
-        annotation = int if name in _BOUNDS else None
+        annotation: Any = int if name in _BOUNDS else None
         if name in RUN_FIELDS:
             annotation = RUN_FIELDS[name].annotation
         elif annotation is None:
