@@ -21,7 +21,7 @@ PORTS = {"prefill": 8100, "decode": 8200, "serve": 8000}
 #: Fields of a run that no file says.
 _NOT_LAUNCHED = (
     "kv_tier", "answer_kv", "conditional_disagg", "kv_reserve", "queue_order",
-    "eplb_interval", "frontend",
+    "eplb_interval", "frontend", "kv_cache_memory_bytes", "num_gpu_blocks_override",
 )  # fmt: skip
 
 
