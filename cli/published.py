@@ -62,11 +62,11 @@ def published(
     Runs with their launch lines, which come with this package, and runs of vLLM, SGLang and
     TensorRT-LLM that come with `pip install eldr-sim[aiconfigurator]`. Completed runs are kept:
     after Ctrl-C the same command continues."""
+    if sum(way is not None for way in (out, freeze, compare)) != 1:
+        raise InputError("out", "one of --out, --freeze and --compare is required", "one of them")
     from eldr_sim.validation.published import runs as launched
     from eldr_sim.validation.published.journal import JOURNALS, kept
 
-    if sum(way is not None for way in (out, freeze, compare)) != 1:
-        raise InputError("out", "one of --out, --freeze and --compare is required", "one of them")
     every_run = launched.read_runs(rows)
     if compare is not None:
         _compare(compare, every_run)

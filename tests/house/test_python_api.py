@@ -133,7 +133,9 @@ def test_results_are_drawn_and_written(tmp_path):
     assert values.base_name == "gpu=H100"
     assert "Median TPOT" in values.pictures
     assert values.plot().data
-    for result in (ours, compared, values):  # as a notebook shows it
+    planned = es.plan(SHORT | {"duration": 10}, slo="ttft:500,tpot:30", max_gpus=2)
+    assert planned.plot().data
+    for result in (ours, compared, values, planned):  # as a notebook shows it
         html = result._repr_html_()
         assert html.startswith("<table><caption>")
         assert 'src="data:image/png;base64,' in html
