@@ -28,6 +28,11 @@ def end(clock, events, net):
 
 
 @numba.njit
+def drop(clock, events, net, request):
+    network.drop(clock, events, net, request)
+
+
+@numba.njit
 def share_links(net, n):
     network.spread(net, n)
     network.share_links(net, n)
@@ -271,6 +276,21 @@ def test_rates_of_what_shares_nothing_with_a_change_are_still_right(seed, n, spe
             np.testing.assert_allclose(net.flows["rate"], expected, rtol=1e-12)
 
     ends_of(random_transfers(rng, n, 0.3, NODES), model, watch=watch)
+
+
+@given(flows=flow_lists, egress=st.integers(1, 20), ingress=st.integers(1, 20), data=st.data())
+def test_a_dropped_transfer_leaves_its_bandwidth_to_the_others(flows, egress, ingress, data):
+    model = TransferModel(0.0, 0.0, float(egress), "test", ingress_bandwidth=float(ingress))
+    net = Transfers(len(flows), model)
+    for request, (source, target) in enumerate(flows):
+        net.begin(0.0, source, target, 1e6, request)
+    dropped = data.draw(st.integers(0, len(flows) - 1))
+    drop(net.clock, net.events, net.net, dropped)
+    assert dropped not in net.flows["request"]
+    left = [pair for request, pair in enumerate(flows) if request != dropped]
+    if left:
+        expected = water_filling(left, egress, ingress)
+        np.testing.assert_allclose(net.flows["rate"], expected, rtol=1e-12)
 
 
 @on_each("start_at", [0.0, 1e4, 1e7, 3e9])
