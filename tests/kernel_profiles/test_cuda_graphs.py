@@ -67,6 +67,13 @@ def test_padding_rows_go_through_gemms_and_perhaps_experts(models):
     assert experts.moe > none.moe
 
 
+def test_collectives_take_as_long_as_those_of_the_graph(models):
+    cost = models["none"].cost
+    cost = cost._replace(collectives_s=np.arange(len(cost.dense_s), dtype=float))
+    padded = pad(cost, "dense", padded_sizes(64, 2048)).collectives_s
+    assert padded[[1, 3, 17, 128]].tolist() == [1, 4, 24, 128]
+
+
 def test_no_step_gets_shorter(models):
     before, *after = (m.cost for m in models.values())
     for cost in after:
