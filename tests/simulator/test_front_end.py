@@ -67,6 +67,15 @@ def test_a_pool_of_one_thread_is_a_queue_of_one_server():
     assert len(requests) > 5
 
 
+def test_the_timer_of_a_batch_that_was_full_before_it_starts_no_other():
+    def arrivals(n):  # two fill a batch; the third comes before their timer ends
+        return np.array([0.0, 0.0, 0.5, *(10.0 * (1 + i) for i in range(n - 3))])
+
+    requests = run_with("microbatch_sequential", arrivals, most=2, wait_s=1.0)
+    expected = read_at([0.0, 0.0, 0.5])[2] + 1.0 + TOKEN_S * requests["prompt_len"][2]
+    assert requests["tokenized_s"][2] == pytest.approx(expected, rel=1e-12)
+
+
 def test_threads_and_servers_share_the_work():
     """Without a queue at the loop, two servers of two threads are four threads at least."""
     slow = run_with("thread_pool", np.zeros)
