@@ -547,7 +547,7 @@ _QUIET: dict[str, set[str]] = {
     "kv_overlap": set(BASES), "kv_in_flight": set(BASES),
     "cudagraph_padding": {"prompts alone", "streamed"},
 }  # fmt: skip
-_OF_FAULTS = ("retry", "max_retries", "health_delay_ms")
+_OF_FAULTS = ("retry", "max_retries", "health_delay_ms", "user_retry_s")
 
 
 def base_of(kind: str) -> dict[str, Any]:
