@@ -90,7 +90,7 @@ SHORT = {
     "serve --topology 1P1D": "--engine-ports PORT --port 0",
     "router": "--port 0",
     "plan --slo ttft:500,tpot:30 --attainment": f"{_SHORT_PLAN} --gpu h100 --price h100=2.5",
-    "plan --model GPT-OSS-120B": f"{_SHORT_PLAN} --gpu h200",
+    "plan --model GPT-OSS-120B": f"{_SHORT_PLAN} --gpu h200 --price h200=3.5",
     "plan --workload log.csv": "",
     "plan --model DeepSeek-R1": f"{_SHORT_PLAN} --request-rate 20 --max-gpus 24 -dp 8,16",
     "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --attainment 0.9 "
