@@ -174,8 +174,24 @@ class _Grid:
             raise InputError(f"{name}.compare", problem, ", ".join(self.axes))
         within(f"{name}.runs", math.prod(map(len, self.axes.values())), MOST_RUNS, " runs")
         self.cells = list(product(*self.axes.values()))
+        self._check_picture()
         names = {*study.names, *_FUNCTIONS, "average", "min", "max"}
         self.claims = [(claim, self._parsed(claim, names)) for claim in spec.claims]
+
+    def _check_picture(self) -> None:
+        """Refuse columns that the figure's table does not have: gains are averaged ``over`` one."""
+        picture, names = self.spec.picture, self.study.names
+        if picture is None:
+            return
+        columns = [axis for axis in self.axes if not self.spec.gains or axis != self.spec.over]
+        if not self.spec.gains:
+            columns += [str(names.get(each, each)) for each in self.spec.show]
+        for field in ("lines", "bars", "by", "panel"):
+            given = getattr(picture, field)
+            for word in [given] if isinstance(given, str) else given:
+                if word and str(names.get(word, word)) not in (*columns, "seed"):
+                    where = f"{self.name}.picture.{field}"
+                    raise InputError(where, f"no column {word!r}", ", ".join(columns))
 
     def _values(self, axis: str, given: Any) -> Iterator[_Value]:
         where = f"{self.name}.runs.{axis}"

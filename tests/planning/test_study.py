@@ -131,6 +131,16 @@ def claiming(value, **more):
         (claiming("1", why="{P50:"), "one.claims.why"),
         (claiming("1", says="{policy}"), "one.claims.says: unknown name 'policy'"),
         (claiming("1", each=["gpu"]), "one.claims.each: no axis 'gpu'"),
+        ({"picture": {"lines": "gpu", "y": ["P50"]}}, "one.picture.lines: no column 'gpu'"),
+        ({"picture": {"bars": "policy", "y": ["P50"], "by": ["x"]}}, "one.picture.by: no column"),
+        (
+            {
+                "gains": ["P50"],
+                "against": "jsq",
+                "picture": {"lines": "request_rate", "y": ["P50"]},
+            },
+            "one.picture.lines: no column 'request_rate' (allowed: policy",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_any_run(changes, said):
