@@ -38,6 +38,7 @@ def run_command(command: click.Command) -> None:
     warnings are one line, too."""
     show = warnings.showwarning
     forget_written()
+    _stops.clear()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as it is where a shell has closed it
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
+from eldr_sim import command
 from eldr_sim.command import _Terminated
 from eldr_sim.planning.runs import runner
 from eldr_sim.validation.published.runs import read_runs
@@ -264,3 +266,12 @@ def test_a_signal_in_a_callback_of_c_code_is_no_traceback(number, code, said):
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (code, f"{said}: nothing was written.\n")
+
+
+def test_the_signal_of_an_earlier_command_hides_no_error(monkeypatch):
+    def broken():
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(command, "_stops", [KeyboardInterrupt()])
+    with pytest.raises(RuntimeError, match="no ink"):
+        command.run_command(click.Command("x", callback=broken))

@@ -75,6 +75,7 @@ NONE = {
     "topology": "the result's label spells it as it was given",
     "host_gap_ms": "the result says that it was given",
     "num_gpu_blocks_override": "the result says that it was given",
+    "kv_cache_memory_bytes": "the result says that it was given",
     "enable_prefix_caching": "the result counts no queries without a cache",
     "engine_version": "the newest pads CUDA graphs; without a version none are padded",
     "offload_window": "experts are streamed as soon as it is given",
