@@ -273,5 +273,6 @@ def test_the_signal_of_an_earlier_command_hides_no_error(monkeypatch):
         raise RuntimeError("no ink")
 
     monkeypatch.setattr(command, "_stops", [KeyboardInterrupt()])
+    monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(RuntimeError, match="no ink"):
         command.run_command(click.Command("x", callback=broken))
