@@ -66,29 +66,31 @@ def _list_gpus(model: str) -> None:
     from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 
     dims = load_model(model)
-    rows = []
-    for name in list_gpus():
-        gpu = load_gpu(name)
-        step_time = build_step_time_model(
-            dims, gpu, max_num_seqs=64, max_model_len=4096, share_missing=False
-        )
-        moe = step_time.provenance.get("moe", {"label": "-"})
-        error = moe.get("fit_error") or {}
-        rows.append(
-            [
-                name,
-                f"{gpu.memory_bytes / 1e9:.0f}",
-                f"{gpu.memory_bandwidth / 1e12:.2f}",
-                f"{gpu.bf16_flops / 1e12:.0f}",
-                f"{gpu.fp8_flops / 1e12:.0f}" if gpu.fp8_flops else "-",
-                "{:g}-{:g}".format(*gpu.rent_usd) if gpu.rent_usd else "-",
-                "yes" if gpu.memory_bytes > dims.weight_bytes else "no",
-                step_time.label,
-                moe["label"],
-                ", ".join(f"{k} {v:.1%}" for k, v in error.items() if "mean" in k) or "-",
-                str(moe.get("kernel_source", "-")),
-            ]
-        )
+    rows, names = [], list_gpus()
+    with progress_bar("gpus") as update:
+        for n, name in enumerate(names):
+            update(n / len(names))
+            gpu = load_gpu(name)
+            step_time = build_step_time_model(
+                dims, gpu, max_num_seqs=64, max_model_len=4096, share_missing=False
+            )
+            moe = step_time.provenance.get("moe", {"label": "-"})
+            error = moe.get("fit_error") or {}
+            rows.append(
+                [
+                    name,
+                    f"{gpu.memory_bytes / 1e9:.0f}",
+                    f"{gpu.memory_bandwidth / 1e12:.2f}",
+                    f"{gpu.bf16_flops / 1e12:.0f}",
+                    f"{gpu.fp8_flops / 1e12:.0f}" if gpu.fp8_flops else "-",
+                    "{:g}-{:g}".format(*gpu.rent_usd) if gpu.rent_usd else "-",
+                    "yes" if gpu.memory_bytes > dims.weight_bytes else "no",
+                    step_time.label,
+                    moe["label"],
+                    ", ".join(f"{k} {v:.1%}" for k, v in error.items() if "mean" in k) or "-",
+                    str(moe.get("kernel_source", "-")),
+                ]
+            )
     columns = ["GPU", "GB", "TB/s", "BF16 TFLOP/s", "FP8 TFLOP/s", "$ an hour", "fits", "weakest"]
     columns += ["MoE", "MoE fit error", "MoE kernel"]
     print_table(f"{dims.name}: weights {dims.weight_bytes / 1e9:.1f} GB", columns, rows)
