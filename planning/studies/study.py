@@ -118,6 +118,10 @@ class Study(BaseModel):
     quick: _Quick = _Quick()
     figures: Annotated[dict[str, _Figure], Field(min_length=1)]
 
+    def named(self, word: str) -> str:
+        """Return the figure or column that ``names`` has for a word, else the word."""
+        return str(self.names.get(word, word))
+
     def shortened(self, quick: bool) -> "Study":
         """Return the study with its shorter runs, if ``quick``."""
         if not quick:
@@ -180,16 +184,16 @@ class _Grid:
 
     def _check_picture(self) -> None:
         """Refuse columns that the figure's table does not have: gains are averaged ``over`` one."""
-        picture, names = self.spec.picture, self.study.names
+        picture, named = self.spec.picture, self.study.named
         if picture is None:
             return
         columns = [axis for axis in self.axes if not self.spec.gains or axis != self.spec.over]
         if not self.spec.gains:
-            columns += [str(names.get(each, each)) for each in self.spec.show]
+            columns += map(named, self.spec.show or ["median_tpot_ms"])
         for field in ("lines", "bars", "by", "panel"):
             given = getattr(picture, field)
             for word in [given] if isinstance(given, str) else given:
-                if word and str(names.get(word, word)) not in (*columns, "seed"):
+                if word and named(word) not in columns:
                     where = f"{self.name}.picture.{field}"
                     raise InputError(where, f"no column {word!r}", ", ".join(columns))
 
@@ -283,18 +287,19 @@ class _Grid:
             )  # fmt: skip
 
     def _picture(self, rows: list[dict[str, Any]]) -> Callable[[Any], None]:
-        said, names = self.spec.picture, self.study.names
+        said, named = self.spec.picture, self.study.named
         if said is None:
             metrics = [key for key in rows[0] if key not in self.axes]
             return bars(rows, self.spec.compare, tuple(metrics[:3]), _others(self))
-        y = tuple(str(names.get(each, each)) for each in said.y)
+        y = tuple(map(named, said.y))
         y = tuple(f"{each}_percent" for each in y) if self.spec.gains else y
         by, panel = (
-            each if isinstance(each, str) else tuple(each) for each in (said.by, said.panel)
+            named(each) if isinstance(each, str) else tuple(map(named, each))
+            for each in (said.by, said.panel)
         )
         if said.lines:
-            return lines(rows, str(names.get(said.lines, said.lines)), y, by, panel)
-        return bars(rows, said.bars, y, by, panel, label=said.label)
+            return lines(rows, named(said.lines), y, by, panel)
+        return bars(rows, named(said.bars), y, by, panel, label=said.label)
 
 
 def _others(grid: _Grid) -> tuple[str, ...]:
@@ -311,7 +316,7 @@ class _Table:
 
     def column(self, metric: str) -> "pd.Series[Any]":
         """Return a figure of every cell."""
-        name = str(self.grid.study.names.get(metric, metric))
+        name = self.grid.study.named(metric)
         try:
             return pd.Series([figure_of(s, name) for s in self.summaries], self.index)
         except (KeyError, TypeError):
@@ -320,9 +325,9 @@ class _Table:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figure's table."""
-        spec, names = self.grid.spec, self.grid.study.names
+        spec, named = self.grid.spec, self.grid.study.named
         if not spec.gains:
-            shown = {str(names.get(m, m)): self.column(m) for m in spec.show or ["median_tpot_ms"]}
+            shown = {named(m): self.column(m) for m in spec.show or ["median_tpot_ms"]}
             frame = pd.DataFrame(shown).reset_index()
             return [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
         scope, rows = self.scope({}), []
@@ -331,9 +336,7 @@ class _Table:
                 continue
             found = pd.DataFrame(
                 {
-                    f"{names.get(m, m)}_percent": _series(
-                        scope["gain"](m, value.name, spec.against)
-                    )
+                    f"{named(m)}_percent": _series(scope["gain"](m, value.name, spec.against))
                     for m in spec.gains
                 }
             )
