@@ -30,6 +30,7 @@ from eldr_sim.simulator.outcome.tables import requests_table, step_tables
 from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
+from eldr_sim.simulator.setup.config.groups import OutputConfig
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.expected_step import ExpectedStep
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
@@ -168,7 +169,7 @@ def _run(
 def prepare_run(config: RunConfig) -> PreparedRun:
     """Return what a run reads; what its requests, policies, faults and autoscaler are refused for
     is found before routing is drawn."""
-    _check_objective(config)
+    _check_objective(config.output)
     return prepare(config, partial(_check_without_routing, config))
 
 
@@ -183,13 +184,13 @@ def check_run(config: RunConfig) -> None:
         _check_without_routing(config, prepared)
         raise _Checked
 
-    _check_objective(config)
+    _check_objective(config.output)
     with suppress(_Checked):
         prepare(config, check)
 
 
-def _check_objective(config: RunConfig) -> None:
-    if config.output.confidence is not None and not config.output.goodput.given:
+def _check_objective(output: OutputConfig) -> None:
+    if output.confidence is not None and not output.goodput.given:
         raise InputError("confidence", "no objective is judged", "--goodput ttft:500,tpot:30")
 
 

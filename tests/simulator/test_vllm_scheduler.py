@@ -253,6 +253,14 @@ def compact(done):
     return {"steps": steps[:, [0, 2, 3]].tolist(), "requests": requests}
 
 
+def check_recorded(name, found):
+    """Compare what vLLM did with what is recorded; ``VLLM_RECORD`` records it."""
+    path = _HERE / name
+    if "VLLM_RECORD" in os.environ:
+        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    assert found == json.loads(path.read_text())
+
+
 @pytest.fixture(scope="module")
 def recorded():
     return json.loads((_HERE / "vllm_steps.json").read_text())
@@ -307,10 +315,7 @@ def test_older_versions_do_what_was_recorded(monkeypatch):
         monkeypatch.setenv("VLLM_PYTHON", versions()[version])
         cases = [case(*of) for of in old_loads(version)]
         found[version] = [compact(done) for done in ask_vllm(cases)]
-    path = _HERE / "vllm_steps_old.json"
-    if "VLLM_RECORD" in os.environ:
-        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    assert found == json.loads(path.read_text())
+    check_recorded("vllm_steps_old.json", found)
 
 
 @needs_versions
@@ -341,10 +346,7 @@ def test_the_rules_of_each_version_equal_its_scheduler(ours, recorded, monkeypat
 def test_vllm_does_what_was_recorded():
     cases = [case(*of) for of in loads(_N_RECORDED, list(FEATURES))]
     found = [compact(done) for done in ask_vllm(cases)]
-    path = _HERE / "vllm_steps.json"
-    if "VLLM_RECORD" in os.environ:
-        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    assert found == json.loads(path.read_text())
+    check_recorded("vllm_steps.json", found)
 
 
 @needs_vllm
