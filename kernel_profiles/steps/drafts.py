@@ -9,7 +9,7 @@ is launched by the host. Drafts that are looked up (n-gram, suffix) take no pass
   beside the hidden state, and the model's lm_head. Its gate's choices are not recorded; they count
   as those of the last recorded layer.
 - ``eagle``, ``eagle3``: one dense layer with the served model's attention, unless its config.json
-  is given. EAGLE-3 has its separate vocabulary of 32,000 tokens and reads three hidden states. Its
+  is given. EAGLE-3 has a separate vocabulary of 32,000 tokens and reads three hidden states. Its
   MLP is taken to be four times as wide as the hidden state, which the published heads vary about.
 - ``draft_model``: a dense model."""
 

@@ -44,7 +44,7 @@ RELOCATION = np.dtype(
         ("in_force_s", np.float64),  # negative: not before the run ended
         ("transfer_s", np.float64),  # with what it takes besides
         ("stall_s", np.float64),  # that the group waited for it
-        ("experts", np.int64),  # weights of a number of
+        ("experts", np.int64),  # the number of experts with weights that moved
         ("inside_bytes", np.float64),  # moved inside nodes, all ranks
         ("between_bytes", np.float64),
         ("pool", np.int64),

@@ -424,7 +424,7 @@ def _send(
             idle.append("all2all_backend")  # FusedMoEParallelConfig.use_all2all_kernels
             return
     elif not shares:
-        problem = "DeepEP between GPUs of there is only one attention engine is not simulated"
+        problem = "DeepEP between the GPUs of one attention engine is not simulated"
         allowed = "--enable-dp-attention --dp-size N beside it, or --moe-a2a-backend none"
         raise InputError("engine_args", problem, allowed)
     else:
