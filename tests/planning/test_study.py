@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.planning.slo import paired_percent
 from eldr_sim.planning.studies.expressions import evaluate, parse
@@ -119,6 +120,20 @@ def test_an_expression_runs_no_code(text):
 
 def claiming(value, **more):
     return {"claims": [{"says": "x", "paper": 0, "value": value} | more]}
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        {"lines": "P50", "y": ["P50"], "by": "policy"},
+        {"bars": "policy", "y": ["P50"], "by": ["P50"]},
+        {"bars": "P50", "y": ["P50"], "panel": "P50"},
+    ],
+)
+def test_a_name_stands_for_its_column_in_every_field_of_a_picture(picture, tmp_path):
+    made = make(study_of(show=["P50"], picture=picture))
+    write_picture(tmp_path / "drawn.png", made.draw)
+    assert (tmp_path / "drawn.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
