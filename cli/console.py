@@ -233,9 +233,20 @@ def task_bar() -> Iterator[Callable[[str, float], None]]:
         yield update
 
 
+#: Largest number of rows of a table with folded cells.
+_FOLDED_ROWS = 500
+
+
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; purely numeric columns are right-aligned."""
+    """Print a table; purely numeric columns are right-aligned. Long ones are printed as they are,
+    without folding cells, which takes seconds."""
     click.echo(title)
+    if len(rows) > _FOLDED_ROWS:
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        for row in [columns, *rows]:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            click.echo("  ".join(cells).rstrip())
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         cells = [row[index] for row in rows]

@@ -253,14 +253,22 @@ def tables() -> None:
 
 
 @tables.command("list")
-def list_tables() -> None:
-    """List the latency tables of the package."""
+@click.argument("words", nargs=-1, metavar="[WORD]...")
+def list_tables(words: tuple[str, ...]) -> None:
+    """List the latency tables of the package, or those that contain each WORD.
+
+    For example `eldr-sim tables list H200 moe vllm`."""
     from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
     rows = []
     for table in shipped_tables():
         about = table.metadata
-        rows.append([table.name, table.kind, table.gpu, about.provenance, about.origin])
+        row = [table.name, table.kind, table.gpu, about.provenance, about.origin]
+        if all(word.lower() in " ".join(row).lower() for word in words):
+            rows.append(row)
+    if not rows:
+        allowed = "words of a line of eldr-sim tables list"
+        raise InputError("WORD", f"no table contains {' and '.join(words)}", allowed)
     print_table("Latency tables", ["table", "kind", "GPU", "provenance", "origin"], rows)
 
 

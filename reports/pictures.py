@@ -195,6 +195,9 @@ def _finite(series: Series) -> Series:
     keep = [i for i, (x, y) in enumerate(places) if math.isfinite(x) and math.isfinite(y)]
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "tips")}
     picked: Spec = {k: None if v is None else [v[i] for i in keep] for k, v in columns.items()}
+    for name in ("x", "y", "low", "high"):
+        if picked[name] is not None:  # six digits keep a page small
+            picked[name] = [float(f"{value:.6g}") for value in picked[name]]
     return replace(series, **picked)
 
 
@@ -210,7 +213,6 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
         "y": s.y,
         "line": colour | {"dash": _DASHES[s.style % len(_DASHES)]},
         "marker": colour | {"size": 8, "symbol": _MARKERS[s.style % len(_MARKERS)]},
-        "hovertemplate": hover + "%{customdata}<extra></extra>",
     }
     tips = s.tips or [""] * len(s.x)
     ends = list(zip(s.low or [math.nan] * len(s.x), s.high or [math.nan] * len(s.x), strict=True))
@@ -219,7 +221,10 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
     for i in finite:
         said[i] = f"<br>{interval}: {number(ends[i][0])} to {number(ends[i][1])}"
     both = zip(said, tips, strict=True)
-    trace["customdata"] = [a + (f"<br>{_text(b)}" if b else "") for a, b in both]
+    tips = [a + (f"<br>{_text(b)}" if b else "") for a, b in both]
+    trace["hovertemplate"] = hover + ("%{customdata}" if any(tips) else "") + "<extra></extra>"
+    if any(tips):
+        trace["customdata"] = tips
     drawn = {i: (max(floor, ends[i][0]), ends[i][1]) for i in finite}
     if s.line and len(finite) > 1:
         return [_band(s, drawn), trace]

@@ -594,7 +594,7 @@ def test_abbreviations_of_drafts_are_those_of_the_whole_option():
 @on_each(
     "engine, line, message",
     [
-        ("sglang", "--tp 8 --moe-a2a-backend deepep", "DeepEP between the GPUs of one attention engine"),
+        ("sglang", "--tp 8 --moe-a2a-backend deepep", "DeepEP between the GPUs of one"),
         ("sglang", DEEPEP.replace("deepep", "mooncake"), "--moe-a2a-backend mooncake"),
         ("sglang", "--tp 6 --nnodes 4", "--nnodes 4, but 6 GPUs"),
         ("sglang", "--disaggregation-mode prefill", "--topology xPyD"),
