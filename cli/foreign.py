@@ -2,6 +2,7 @@
 comes from."""
 
 from eldr_sim.simulator.setup.config.launch import fields_named
+from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH_OPTIONS,
     EARLIER,
@@ -80,4 +81,6 @@ def instead_of(name: str) -> str:
     engines = [own for own in OPTIONS if name in OPTIONS[own] | BENCH_OPTIONS[own]]
     if not engines and name not in EARLIER:
         return ""
+    if read := [own for own in engines if name in NAMES[own]]:
+        return f"--engine {read[0]} --engine-args='--{name.replace('_', '-')} ...'"
     return f"{' and '.join(engines) or 'an earlier vllm or sglang'} has it, and it is not simulated"

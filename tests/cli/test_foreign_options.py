@@ -19,6 +19,8 @@ from ..on_each import on_each
         ("--dataset-path", "--workload FILE"),
         ("--trust-remote-code", "leave it out"),
         ("--max-model-lenn", "--max-model-len"),
+        ("--enable-eplb", "--engine-args='--enable-eplb"),
+        ("--performance-mode", "--engine-args='--performance-mode"),
     ],
 )
 def test_a_run_says_which_option_is_meant(run_cli, option, says):

@@ -98,6 +98,26 @@ def test_pages_are_found():
     assert next(w for _, w in COMMANDS if "--gpus" in w)[:3] == ["plan", "--gpus", "10"]
 
 
+def test_descriptions_say_that_routing_is_drawn_by_default():
+    """Of the package, the command, the module and the site; no recording is replayed unless asked
+    for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    for text in (
+        project["description"], site["site_description"], cli.help, eldr_sim.__doc__,
+        (ROOT / "README.md").read_text(),
+    ):
+        assert "drawn" in text
+        assert "real expert routing" not in text
+        assert "real per-token" not in text
+
+
+def test_the_version_is_described_in_words():
+    page = (DOCS / "python.md").read_text()
+    assert "| `__version__` | The version of the installed package" in page
+    assert str.__doc__.split("\n")[0] not in page
+
+
 def test_no_page_holds_a_merge_that_was_not_ended():
     marks = re.compile(r"^(<{7} |={7}$|>{7} )", re.M)
     pages = [page for page in [*PAGES, ROOT / "CHANGELOG.md"] if marks.search(page.read_text())]

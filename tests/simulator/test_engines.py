@@ -456,12 +456,14 @@ def test_each_pool_has_its_own_default_share_of_the_memory():
 
 
 def test_what_is_not_simulated_is_said_in_one_line():
-    line = "--mamba-backend triton --quantisation-x 3 --host 0.0.0.0 --max-loras-per-batch 4"
+    line = "--swa-prefix-tails 4 --mamba-backend triton --quantisation-x 3 --host 0.0.0.0"
+    line += " --max-loras-per-batch 4"
     with pytest.warns(EldrSimWarning) as explicit_fields:
         make_config({"engine": "sglang", "engine_args": line})
     assert [str(each.message) for each in explicit_fields] == [
         "of the launch line, no options of SGLang 0.5.23, so ignored: quantisation_x",
-        "not simulated of the launch line, and may change the answer: mamba_backend",
+        "not simulated of the launch line, and may change the answer: swa_prefix_tails",
+        "of the launch line, kernels whose times are those of the tables' kernels: mamba_backend",
         "of the launch line, without effect on the answer: host, max_loras_per_batch",
     ]
 

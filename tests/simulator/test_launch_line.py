@@ -11,6 +11,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.runs.sweep_spec import make_spec
 from eldr_sim.simulator.setup.config.launch_line import computes_all, cut
+from eldr_sim.simulator.setup.config.launch_names import NAMES
+from eldr_sim.simulator.setup.config.launch_options import OPTIONS
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -215,7 +217,7 @@ def test_the_environment_is_part_of_the_line():
     assert config.cluster.all2all_backend == "deepep_ll"
     assert told == ""
     _, told = read(f"VLLM_ATTENTION_BACKEND=FLASHINFER VLLM_LOGGING_LEVEL=DEBUG {line}")
-    assert "may change the answer: VLLM_ATTENTION_BACKEND" in told
+    assert told.endswith("times are those of the tables' kernels: VLLM_ATTENTION_BACKEND")
     assert "LOGGING" not in told
     config, told = read(f"docker run -e VLLM_MOE_DP_CHUNK_SIZE=512 vllm/vllm-openai {MODEL}")
     assert (config.steps.moe_dp_chunk_size, told) == (512, "")
@@ -368,6 +370,59 @@ def test_the_usual_values_of_mechanisms_change_nothing(engine, options):
     config, told = read(options, engine=engine, topology="1C")
     assert config.replace(engine_args=None) == make_config({"engine": engine, "topology": "1C"})
     assert told.startswith("of the launch line, without effect on the answer:")
+
+
+@on_each("engine", list(OPTIONS))
+def test_every_option_of_a_parser_has_one_meaning(engine):
+    """It is a field, refused, without effect, a choice of kernels, or may change the answer; a word
+    of a name decides for no option that has a field or a mechanism."""
+    kinds = {"refused": 0, "without effect": 0, "tables' kernels": 0, "may change": 0}
+    for name in sorted(OPTIONS[engine] - NAMES[engine].keys() - {"config", "speculative_config"}):
+        if name in ("optimization_level", "compilation_config", "eplb_config"):
+            continue
+        try:
+            told = read(f"--{name.replace('_', '-')}=7", engine=engine, topology="1C")[1]
+        except InputError as refused:
+            told = f"refused: {refused}".replace("may change", "")
+        found = [kind for kind in kinds if kind in told]
+        assert len(found) == (told != ""), (name, told)  # none: the opposite of a field
+        if found:
+            kinds[found[0]] += 1
+    assert min(kinds.values()) > 20
+    assert kinds["may change"] < 130
+
+
+@on_each(
+    "engine, options",
+    [
+        ("vllm", "--attention-backend FLASHINFER"), ("vllm", "--disable-cascade-attn"),
+        ("vllm", "--mamba-backend triton"), ("vllm", "--disable-custom-all-reduce"),
+        ("sglang", "--attention-backend fa3"), ("sglang", "--enable-symm-mem"),
+        ("sglang", "--fp8-gemm-runner-backend cutlass"), ("sglang", "--enable-torch-compile"),
+        ("sglang", "--speculative-attention-mode decode"), ("sglang", "--disable-shared-experts-fusion"),
+    ],
+)  # fmt: skip
+def test_a_choice_of_kernels_is_named_as_one(engine, options):
+    told = read(options, engine=engine, topology="1C")[1]
+    name = options.split()[0].strip("-").replace("-", "_").removeprefix("disable_")
+    assert told.startswith("of the launch line, kernels whose times are those of the tables")
+    assert name in told
+
+
+@on_each(
+    "options, wanted",
+    [
+        ("--performance-mode throughput", (2048, 16384)),
+        ("--performance-mode throughput --max-num-seqs 64", (64, 16384)),
+        ("--performance-mode balanced", (1024, 8192)),
+        ("--performance-mode interactivity", (1024, 8192)),
+    ],
+)
+def test_throughput_mode_doubles_what_the_line_does_not_give(options, wanted):
+    config, told = read(f"vllm serve {MODEL} {options}")
+    seats, tokens = (config.value(name) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    assert (seats or 1024, tokens or 8192) == wanted
+    assert ("may change the answer: performance_mode" in told) == ("interactivity" in options)
 
 
 def blocks_of(**fields):

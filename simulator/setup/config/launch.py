@@ -8,13 +8,18 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_json, parse_yaml, read_text
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import MoEBackend
-from eldr_sim.simulator.setup.config.engine_rules import default_fields
+from eldr_sim.simulator.setup.config.engine_rules import (
+    default_budget,
+    default_fields,
+    default_seats,
+)
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.launch_line import Line, computes_all, cut
 from eldr_sim.simulator.setup.config.launch_names import NAMES
@@ -26,6 +31,7 @@ from eldr_sim.simulator.setup.config.launch_options import (
     VERSIONS,
     VLLM_BACKENDS,
     WITHOUT_EFFECT,
+    chooses_kernels,
     full_name,
     has_no_effect,
     is_known,
@@ -45,7 +51,7 @@ def fields_named(name: str) -> list[str]:
     """Return the fields that engines other than vLLM name so, ``no_`` before those of the opposite;
     none where that is vLLM's name."""
     found = {names[name] for names in NAMES.values() if name in names} - {name}
-    fields = {field.replace("!", "no_") for field in found} - {"experts", "attention_dp"}
+    fields = {field.replace("!", "no_") for field in found if field.strip("!") in RUN_FIELDS}
     also = {"enable_expert_parallel"} if "experts" in found else set()
     also |= {"data_parallel_size"} if "attention_dp" in found else set()
     return sorted(fields | also)
@@ -130,6 +136,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     changes: list[str] = []
     idle: list[str] = []
     unknown: list[str] = []
+    kernels: list[str] = []
     for name, value in given:
         if name not in NAMES[engine]:
             name, value = positive(engine, name, value)
@@ -140,7 +147,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             elif name in _DRAFTS or "." in name or not is_known(engine, name):
                 speculative[name.removeprefix("speculative_config.")] = value
             else:
-                changes.append(name)
+                (kernels if chooses_kernels(name) else changes).append(name)
         elif field.startswith("speculative."):
             speculative[field.removeprefix("speculative.")] = value
         elif field:
@@ -163,12 +170,10 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             fields["enforce_eager"] = True
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
             fields["moe_backend"] = value
-        elif name.startswith(_ENVIRONMENTS):
-            changes.append(name)
-        elif has_no_effect(engine, name, value):
+        elif not name.startswith(_ENVIRONMENTS) and has_no_effect(engine, name, value):
             idle.append(name)
-        elif is_known(engine, name):
-            changes.append(name)
+        elif name.startswith(_ENVIRONMENTS) or is_known(engine, name):
+            (kernels if chooses_kernels(name) else changes).append(name)
         else:
             unknown.append(name)
     if speculative:
@@ -181,6 +186,11 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         changes += [f"speculative_config.{name}" for name in _OF_DRAFTS if name in drafts]
         fields["speculative_config"] = {n: v for n, v in drafts.items() if n not in _OF_DRAFTS}
     _check_values(engine, fields)
+    mode = fields.pop("performance", None)
+    if mode == "throughput":
+        _double(fields, values)
+    elif mode is not None:
+        (idle if mode == "balanced" else changes).append("performance_mode")
     _bounds(engine, fields, values, idle)
     _rebalance(engine, fields, values, idle)
     kind = str(fields.get("kv_cache_dtype", "auto")).lower()
@@ -215,7 +225,7 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         names = ", ".join(_meant(engine, name) for name in sorted(unknown))
         text = f"of the launch line, no options of {VERSIONS[engine]}, so ignored: {names}"
         warnings.warn(EldrSimWarning(text), stacklevel=3)
-    _warn_of(changes, idle)
+    _warn_of(changes, idle, kernels)
     return fields
 
 
@@ -245,6 +255,17 @@ def _check_values(engine: str, found: dict[str, Any]) -> None:
 #: Numbers of a line that bound fields, by no name of a field.
 _BOUNDS = {"scheduled_tokens": "max_num_batched_tokens", "active_seqs": "max_num_seqs",
            "kv_tokens": "", "prefill_tokens": "", "servers": ""}  # fmt: skip
+
+
+def _double(found: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Double the bounds of a step that neither line nor run gives, as vLLM's throughput mode does
+    (``arg_utils.py``); in place."""
+    gpu = load_gpu(str(values.get("gpu") or "H100"))
+    usual = {
+        "max_num_seqs": default_seats("vllm", gpu),
+        "max_num_batched_tokens": default_budget("vllm", gpu),
+    }
+    found |= {name: 2 * n for name, n in usual.items() if name not in found | dict(values)}
 
 
 def _bounds(engine: str, found: dict[str, Any], values: Mapping[str, Any], idle: list[str]) -> None:
@@ -288,16 +309,17 @@ def _rebalance(
     found.setdefault("expert_placement", "eplb:load=none")
 
 
-def _warn_of(changes: list[str], idle: list[str]) -> None:
-    """Warn of options that are not simulated, and of those without effect, in a line each."""
-    if changes:
-        names = ", ".join(sorted(changes))
-        text = f"not simulated of the launch line, and may change the answer: {names}"
-        warnings.warn(EldrSimWarning(text), stacklevel=4)
-    if idle:
-        names = ", ".join(sorted(set(idle)))
-        text = f"of the launch line, without effect on the answer: {names}"
-        warnings.warn(EldrSimWarning(text), stacklevel=4)
+def _warn_of(changes: list[str], idle: list[str], kernels: Iterable[str] = ()) -> None:
+    """Warn of options that are not simulated, that have no effect, and that choose kernels, in a
+    line each."""
+    for names, what in (
+        (changes, "not simulated of the launch line, and may change the answer"),
+        (kernels, "of the launch line, kernels whose times are those of the tables' kernels"),
+        (idle, "of the launch line, without effect on the answer"),
+    ):
+        if names:
+            text = f"{what}: {', '.join(sorted(set(names)))}"
+            warnings.warn(EldrSimWarning(text), stacklevel=4)
 
 
 def _meant(engine: str, name: str) -> str:
@@ -334,8 +356,6 @@ def _offload(
     if values.get("kv_tier"):
         idle.append("KV offloading (--kv-tier says it)")
         return
-    from eldr_sim.kernel_profiles.gpus import load_gpu
-
     rate = load_gpu(str(values.get("gpu") or "H100")).host_bandwidth
     if not rate:
         raise InputError("engine_args", "the bandwidth of the host link is unknown", allowed)

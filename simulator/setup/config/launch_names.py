@@ -24,7 +24,7 @@ NAMES: dict[str, dict[str, str]] = {
         "eplb_config.use_async": "eplb_async", "scheduling_policy": "queue_order",
         "max_num_scheduled_tokens": "scheduled_tokens", "max_num_active_seqs": "active_seqs",
         "api_server_count": "servers", "renderer_num_workers": "tokenizer_threads",
-        "VLLM_MOE_DP_CHUNK_SIZE": "moe_dp_chunk_size",
+        "VLLM_MOE_DP_CHUNK_SIZE": "moe_dp_chunk_size", "performance_mode": "performance",
     },
     "sglang": {
         "model_path": "model", "model": "model", "context_length": "max_model_len",

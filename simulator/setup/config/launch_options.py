@@ -2,7 +2,8 @@
 
 ``launch_options.json`` holds the options of the parsers of vLLM 0.33.0 (``vllm serve``, ``vllm
 bench serve``) and SGLang 0.5.23 (``launch_server``, ``bench_serving``), read from these releases,
-which of them have no effect here, and those of earlier versions that change the answer."""
+which of them have no effect here, those of earlier versions that change the answer, and words of
+options without effect, and of those that choose kernels."""
 
 import json
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ _GRAPHS = "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, FULL, or NONE"
 _CHUNKS = "a line without it, and --max-num-batched-tokens"
 _ACCEPTS = "a line without it, and --acceptance FILE"
 _OURS = "a line without it"
+_TOKENS = "a model that generates token by token"
 #: What works another way than anything simulated, and what to write instead.
 _REFUSED = {
     "enable_lora": _LORA, "lora_modules": _LORA, "lora_paths": _LORA, "lora_config": _LORA,
@@ -77,21 +79,24 @@ _REFUSED = {
     "max_long_partial_prefills": "--long-prefill-token-threshold N",
     "enable_dynamic_chunking": _CHUNKS, "prefill_max_requests": _CHUNKS,
     "num_continuous_decode_steps": "1, and --scheduler-recv-interval N",
-    "num_scheduler_steps": "1", "prefill_decode_interval": "0, and --prefill-schedule-interval N",
-    "enable_prefill_delayer": _OURS, "enable_pdmux": _OURS, "watermark": "0",
-    "kv_sharing_fast_prefill": _OURS, "radix_eviction_policy": "lru", "retraction_policy": "length",
+    "prefill_decode_interval": "0, and --prefill-schedule-interval N",
+    "scheduler_reserve_full_isl": _OURS, "enable_unified_memory": _OURS,
+    "diffusion_config": _TOKENS, "dllm_algorithm": _TOKENS,
+    "prefill_only_disable_kv_cache": _TOKENS,
+    "decoupled_spec_role": _OURS, "enable_hisparse": _OURS, "enable_pd_role_switch": _OURS,
+    "moe_load_balancer": _PLACE,
+    "kv_cache_dtype_skip_layers": "a line without it: all layers hold one type",
+    "disable_decode_cuda_graph": "--disable-cuda-graph", "enable_prefill_delayer": _OURS,
+    "enable_pdmux": _OURS, "kv_sharing_fast_prefill": _OURS,
     "enable_sliding_window": "--disable-hybrid-kv-cache-manager, which keeps full contexts",
-    "dbo_decode_token_threshold": "32", "dbo_prefill_token_threshold": "512",
-    "ubatch_size": "two halves of a step: --enable-dbo", "max_beam_width": "1",
-    "moe_dp_size": "1", "moe_data_parallel_size": "1", "dwdp_size": "1",
+    "ubatch_size": "two halves of a step: --enable-dbo",
     "enable_prefill_cp": _CONTEXT, "enable_nsa_prefill_context_parallel": _CONTEXT,
     "context_parallel_size": _CONTEXT, "cp_size": _CONTEXT,
     "speculative_adaptive": _ACCEPTS, "speculative_accept_threshold_single": _ACCEPTS,
     "speculative_accept_threshold_acc": _ACCEPTS, "model_impl": "the engine's own models: auto",
-    "scheduler_config.context_chunking_policy": "FIRST_COME_FIRST_SERVED",
 }  # fmt: skip
-#: The values of refused options with which engines do what is simulated here, lower case.
-_NEUTRAL = {
+#: The values of options with a mechanism for which engines do what is simulated here.
+_SIMULATED = {
     "schedule_policy": ("fcfs",), "expert_placement_strategy": ("linear",),
     "load_balance_method": ("auto", "round_robin", "follow_bootstrap_room"),
     "init_expert_location": ("trivial",), "eplb_algorithm": ("auto", "deepseek"),
@@ -100,26 +105,31 @@ _NEUTRAL = {
     "compilation_config.cudagraph_mode": ("full", "full_decode_only", "full_and_piecewise"),
     "max_num_partial_prefills": ("1",), "max_long_partial_prefills": ("1",),
     "num_continuous_decode_steps": ("1",), "num_scheduler_steps": ("1",),
-    "radix_eviction_policy": ("lru",), "retraction_policy": ("length",),
+    "radix_eviction_policy": ("lru",), "retraction_policy": ("length",), "watermark": ("0",),
     "dbo_decode_token_threshold": ("32",), "dbo_prefill_token_threshold": ("512",),
     "ubatch_size": ("2",), "max_beam_width": ("1",), "moe_dp_size": ("1",),
     "moe_data_parallel_size": ("1",), "dwdp_size": ("1",), "model_impl": ("auto", "vllm", "sglang"),
     "speculative_accept_threshold_single": ("1", "1.0"),
     "speculative_accept_threshold_acc": ("1", "1.0"),
-    "scheduler_config.context_chunking_policy": ("first_come_first_served",),
-}  # fmt: skip
-#: The values of options for which engines do what is simulated here.
-_SIMULATED = {
+    "scheduler_config.context_chunking_policy": ("FIRST_COME_FIRST_SERVED",),
     "runner": ("auto", "generate", "draft"), "task": ("auto", "generate"),
     "convert": ("auto", "none"), "device": ("auto", "cuda", "rocm"), "backend": ("pytorch",),
-    "preemption_mode": ("recompute",),
+    "preemption_mode": ("recompute",), "scheduler_reserve_full_isl": ("true",),
 }  # fmt: skip
+#: Options with a mechanism that is simulated, and whose absence is not.
+_ON = ("enable_sliding_window", "compilation_config.cudagraph_mode", "scheduler_reserve_full_isl")
 #: Words of options that act only beside one that is refused, or that asks for a KV tier, and of
-#: those that concern images, sound and video: prompts are text.
-_BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_", "priority_value",
-           "priority_preemption", "on_priority", "priority_scheduling_", "log_balancedness",
-           "_mm_", "multimodal", "language_model_only", "video_pruning", "image_processor",
-           "encoder_", "asr_max")  # fmt: skip
+#: those that concern images, sound and video (prompts are text), what an answer holds beside
+#: tokens, debugging, faults of a server, its sockets and where its processes run.
+_BESIDE = tuple(_LISTS["beside"])
+#: Words of options that choose how a step's kernels and collectives are computed.
+_KERNELS = tuple(_LISTS["kernels"])
+
+
+def chooses_kernels(name: str) -> bool:
+    """Whether an option or a variable only chooses how kernels of a step are computed: a step
+    takes the times of the kernels that the tables were measured with."""
+    return any(word in name for word in _KERNELS)
 
 
 def full_name(name: str, engine: str, bench: bool, fields: Mapping[str, str]) -> str | list[str]:
@@ -153,22 +163,16 @@ def has_no_effect(engine: str, name: str, value: Any) -> bool:
     name, _, inner = name.partition(".") if name.startswith("hf_overrides.") else (name, "", "")
     if _REFUSED.get(name) is _MODEL and _of_positions(inner or value):
         return False
-    if name in _REFUSED:
+    values = _SIMULATED.get(name, ())
+    if name in _REFUSED or values:
         off = value in (0, False, None, "", "none", "None", "null", "{}")
-        off &= name not in ("enable_sliding_window", "compilation_config.cudagraph_mode")
-        if (
-            off
-            or str(value).lower() in _NEUTRAL.get(name, ())
-            or (value == 1 and _REFUSED[name] is _CONTEXT)
-        ):
+        off &= name not in _ON
+        off |= str(value).lower() in map(str.lower, values)
+        way_out = _REFUSED.get(name) or " or ".join(values)
+        if off or (value == 1 and way_out is _CONTEXT):
             return True
         option = name.replace("_", "-") + ("" if value is True else f" {value}")
-        raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
-    if name in _SIMULATED:
-        if value not in _SIMULATED[name]:
-            problem = f"--{name.replace('_', '-')} {value} is not simulated"
-            raise InputError("engine_args", problem, " or ".join(_SIMULATED[name]))
-        return True
+        raise InputError("engine_args", f"--{option} is not simulated", way_out)
     if name == "stream_interval":
         return str(value) == "1"  # the default; more tokens at once are not simulated
     if name == "dtype":
