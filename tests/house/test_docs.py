@@ -104,7 +104,10 @@ def test_descriptions_say_that_routing_is_drawn_by_default():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     for text in (
-        project["description"], site["site_description"], cli.help, eldr_sim.__doc__,
+        project["description"],
+        site["site_description"],
+        cli.help,
+        eldr_sim.__doc__,
         (ROOT / "README.md").read_text(),
     ):
         assert "drawn" in text

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from eldr_sim.errors import EldrSimWarning, InputError
@@ -21,25 +21,27 @@ from eldr_sim.simulator.setup.config.engine_rules import (
     default_seats,
 )
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
-from eldr_sim.simulator.setup.config.launch_line import Line, computes_all, cut
+from eldr_sim.simulator.setup.config.launch_line import (
+    ENVIRONMENTS,
+    computes_all,
+    cut,
+    nested,
+    options,
+)
 from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
     OPTIONS,
     SGLANG_MODES,
-    SHORT,
     VERSIONS,
     VLLM_BACKENDS,
     WITHOUT_EFFECT,
     chooses_kernels,
-    full_name,
     has_no_effect,
     is_known,
     positive,
 )
 
-#: Options whose JSON is read as options by dot paths.
-_IN_JSON = ("eplb_config", "compilation_config")
 _SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _LEVEL = re.compile(r"O[0-3]")
 #: Options of a benchmark's line that give no load.
@@ -107,18 +109,18 @@ def launch_fields(values: dict[str, Any]) -> dict[str, Any]:
             raise InputError("extra_llm_api_options", "are TensorRT-LLM's", "--engine trtllm")
         if not isinstance(file, str | os.PathLike):
             raise InputError("extra_llm_api_options", repr(file), "a YAML file")
-        options = parse_yaml(
+        read = parse_yaml(
             read_text(file, "extra_llm_api_options"), "extra_llm_api_options", str(file)
         )
-        if not isinstance(options, Mapping):
+        if not isinstance(read, Mapping):
             raise InputError(
                 "extra_llm_api_options", f"{file} does not hold a mapping", "option: value"
             )
-        given += _nested(options)
+        given += nested(read)
         values["engine"] = engine
     bench = "" if parts is None else parts.bench
     if parts is not None:
-        given += _options(parts, engine)
+        given += options(parts, engine)
     found = _bench_fields(bench, given, values) if bench else _fields(engine, given, values)
     for role in ("prefill", "decode"):
         if role in found and isinstance(values.get(role), Mapping):
@@ -170,9 +172,9 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             fields["enforce_eager"] = True
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
             fields["moe_backend"] = value
-        elif not name.startswith(_ENVIRONMENTS) and has_no_effect(engine, name, value):
+        elif not name.startswith(ENVIRONMENTS) and has_no_effect(engine, name, value):
             idle.append(name)
-        elif name.startswith(_ENVIRONMENTS) or is_known(engine, name):
+        elif name.startswith(ENVIRONMENTS) or is_known(engine, name):
             (kernels if chooses_kernels(name) else changes).append(name)
         else:
             unknown.append(name)
@@ -528,61 +530,6 @@ def _spread(engine: str, found: dict[str, Any], changes: list[str], idle: list[s
         changes.append("data parallelism without attention's (give more workers)")
 
 
-def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield options of a file by their dot paths."""
-    for name, value in options.items():
-        path = f"{above}{name}"
-        if isinstance(value, Mapping) and path != "speculative_config":
-            yield from _nested(value, f"{path}.")
-        elif path == "cuda_graph_config" and value is None:
-            yield "enforce_eager", True
-        else:
-            yield path, value
-
-
-def _options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a line, and what its environment says instead of one."""
-    bench, words = line.bench, list(line.options)
-    if line.model:
-        yield "model", line.model
-    if not bench:
-        for name, value in line.environment.items():
-            if engine == "vllm" and (name in _OF_ENVIRONMENT or name in NAMES["vllm"]):
-                yield _OF_ENVIRONMENT.get(name, name), _value(value)
-            elif (engine, name, value) == ("vllm", "VLLM_USE_V1", "0"):
-                raise InputError("engine_args", "VLLM_USE_V1=0 is not simulated", "vLLM's V1")
-            elif name.startswith(_ENVIRONMENTS) and not any(w in name for w in _IDLE_VARIABLES):
-                yield name, value
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-"):
-            raise InputError(
-                "engine_args", f"{word!r} does not follow an option", "--option value ..."
-            )
-        name, equals, value = word.lstrip("-").partition("=")
-        if not equals and words and not _is_option(words[0]):
-            value, equals = words.pop(0), "="
-        while words and not _is_option(words[0]):
-            value += " " + words.pop(0)
-        name = name.replace("-", "_")
-        if word.startswith("--"):
-            name = _in_full(name, engine, bench)
-        elif engine == "vllm" and not bench:
-            head, dot, rest = name.partition(".")
-            name = SHORT.get(head, head) + dot + rest
-        if name in _IN_JSON and value.startswith("{"):
-            config = parse_json(value, "engine_args", f"--{name.replace('_', '-')}")
-            yield from _nested(config, f"{name}.") if isinstance(config, Mapping) else ()
-        else:
-            yield name, _value(value) if equals else True
-
-
-#: Variables of vLLM's environment that were options, too.
-_OF_ENVIRONMENT = {"VLLM_ALL2ALL_BACKEND": "all2all_backend"}
-#: How those of engines begin, and words of such as change no answer.
-_ENVIRONMENTS = ("VLLM_", "SGLANG_", "SGL_", "TRTLLM_", "TLLM_")
-_IDLE_VARIABLES = ("LOG", "HOST", "PORT", "CACHE", "API_KEY", "USAGE", "TIMEOUT", "MODELSCOPE",
-                   "MULTIPROC", "USE_V1", "DEBUG", "TRACE", "METRICS")  # fmt: skip
 #: Of vLLM's speculative configuration, what changes no acceptance here.
 _OF_DRAFTS = ("prompt_lookup_max", "prompt_lookup_min", "max_model_len", "revision", "quantization",
               "draft_tensor_parallel_size", "tensor_parallel_size", "enforce_eager",
@@ -592,32 +539,3 @@ _DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_num_draft_tokens",
 )  # fmt: skip
-
-
-def _in_full(name: str, engine: str, bench: str) -> str:
-    """Return an option's whole name; raises InputError where it may be several.
-
-    TensorRT-LLM's parser takes no abbreviations."""
-    if engine == "trtllm" and not bench:
-        return name
-    fields = BENCH | {"random_range_ratio": "ratio"} if bench else NAMES[engine]
-    head, dot, rest = name.partition(".")
-    whole = full_name(head, bench or engine, bool(bench), fields)
-    if isinstance(whole, str):
-        return whole + dot + rest
-    raise InputError("engine_args", f"--{name} may be {' or '.join(whole)}", "the whole option")
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit()
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

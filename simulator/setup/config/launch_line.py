@@ -1,10 +1,14 @@
-"""How a launch line begins: environment, container, program, model. What follows are options."""
+"""The parts of a launch line: environment, container, program, model, and its options."""
 
 import re
 import shlex
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json
+from eldr_sim.simulator.setup.config.launch_names import NAMES
+from eldr_sim.simulator.setup.config.launch_options import BENCH, SHORT, full_name
 
 _ALLOWED = "options alone, vllm serve, python -m sglang.launch_server, trtllm-serve, or a benchmark"
 _BENCHES = "vllm bench serve, python -m sglang.bench_serving"
@@ -27,6 +31,14 @@ _ENGINES = {
 }
 #: What no simulated run answers to, of programs that are known.
 _OTHERS = re.compile(r"(?:.*/)?(?:sglang[._]\S+|vllm\.\S+|trtllm-\S+|tensorrt_llm\S*)$")
+#: Options whose JSON is read as options by dot paths.
+_IN_JSON = ("eplb_config", "compilation_config")
+#: Variables of vLLM's environment that were options, too.
+_OF_ENVIRONMENT = {"VLLM_ALL2ALL_BACKEND": "all2all_backend"}
+#: How those of engines begin, and words of such as change no answer.
+ENVIRONMENTS = ("VLLM_", "SGLANG_", "SGL_", "TRTLLM_", "TLLM_")
+_IDLE_VARIABLES = ("LOG", "HOST", "PORT", "CACHE", "API_KEY", "USAGE", "TIMEOUT", "MODELSCOPE",
+                   "MULTIPROC", "USE_V1", "DEBUG", "TRACE", "METRICS")  # fmt: skip
 
 
 class Line(NamedTuple):
@@ -141,3 +153,81 @@ def _started(program: str, rest: list[str]) -> str:
     if _OTHERS.match(name):
         raise InputError("engine_args", f"{name} starts a server that is not simulated", _ALLOWED)
     return ""
+
+
+def nested(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options of a file by their dot paths."""
+    for name, value in given.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and path != "speculative_config":
+            yield from nested(value, f"{path}.")
+        elif path == "cuda_graph_config" and value is None:
+            yield "enforce_eager", True
+        else:
+            yield path, value
+
+
+def options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a line, and what its environment says instead of one."""
+    bench, words = line.bench, list(line.options)
+    if line.model:
+        yield "model", line.model
+    if not bench:
+        for name, value in line.environment.items():
+            if engine == "vllm" and (name in _OF_ENVIRONMENT or name in NAMES["vllm"]):
+                yield _OF_ENVIRONMENT.get(name, name), _value(value)
+            elif (engine, name, value) == ("vllm", "VLLM_USE_V1", "0"):
+                raise InputError("engine_args", "VLLM_USE_V1=0 is not simulated", "vLLM's V1")
+            elif name.startswith(ENVIRONMENTS) and not any(w in name for w in _IDLE_VARIABLES):
+                yield name, value
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            raise InputError(
+                "engine_args", f"{word!r} does not follow an option", "--option value ..."
+            )
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals and words and not _is_option(words[0]):
+            value, equals = words.pop(0), "="
+        while words and not _is_option(words[0]):
+            value += " " + words.pop(0)
+        name = name.replace("-", "_")
+        if word.startswith("--"):
+            name = _in_full(name, engine, bench)
+        elif engine == "vllm" and not bench:
+            head, dot, rest = name.partition(".")
+            name = SHORT.get(head, head) + dot + rest
+        if name in _IN_JSON and value.startswith("{"):
+            config = parse_json(value, "engine_args", f"--{name.replace('_', '-')}")
+            yield from nested(config, f"{name}.") if isinstance(config, Mapping) else ()
+        else:
+            yield name, _value(value) if equals else True
+
+
+def _in_full(name: str, engine: str, bench: str) -> str:
+    """Return an option's whole name; raises InputError where it may be several.
+
+    TensorRT-LLM's parser takes no abbreviations."""
+    if engine == "trtllm" and not bench:
+        return name
+    fields = BENCH | {"random_range_ratio": "ratio"} if bench else NAMES[engine]
+    head, dot, rest = name.partition(".")
+    whole = full_name(head, bench or engine, bool(bench), fields)
+    if isinstance(whole, str):
+        return whole + dot + rest
+    raise InputError("engine_args", f"--{name} may be {' or '.join(whole)}", "the whole option")
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit()
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
