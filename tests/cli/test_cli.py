@@ -31,12 +31,15 @@ def test_listing_is_golden(run_cli, command):
 def test_tables_are_listed_by_words_of_their_lines(run_cli):
     code, out, _ = run_cli("tables", "list", "H200", "msa", "vllm")
     lines = [line for line in out.splitlines()[2:] if line.startswith("h200_")]
-    assert code == 0 and len(lines) == 6
+    assert code == 0
+    assert len(lines) == 6
     assert all("h200" in line and "msa" in out for line in lines)
     code, every, _ = run_cli("tables", "list")  # each on one line
-    assert code == 0 and len(every.splitlines()) > 2000
+    assert code == 0
+    assert len(every.splitlines()) > 2000
     code, out, err = run_cli("tables", "list", "H2000")
-    assert (code, out) == (2, "") and "no table contains H2000" in err
+    assert (code, out) == (2, "")
+    assert "no table contains H2000" in err
 
 
 def test_gpus_say_what_they_rest_on(run_cli):
