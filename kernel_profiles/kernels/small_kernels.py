@@ -20,6 +20,30 @@ September 2026; sgl-project/sglang 22744, April 2026, which says what a gate too
 step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
 
 
+MLA_KERNELS = 8
+"""Small kernels of multi-head latent attention beside others': two norms of the compressed queries
+and KV, two splits, two rotations, keys and values put together."""
+
+
+def layer_kernels(model: ModelDims) -> int:
+    """Kernels of a layer that are no GEMM, attention or part of its routed experts. Norms, rotary
+    embedding, the write to the KV cache, and the activation of a dense or shared MLP."""
+    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
+    return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
+
+
+def dense_linears(model: ModelDims) -> int:
+    """Matrices of dense linear layers, of all layers."""
+    return sum(layers * len(own) for _, layers, own in model.matrices)
+
+
+def unfused_kernels(model: ModelDims) -> int:
+    """Kernels of all layers that only tables of modules and GEMMs hold: those of MLA, and the
+    scales of what a block-FP8 linear reads."""
+    scales = dense_linears(model) if model.linear_dtype == "fp8_block" else 0
+    return scales + (model.n_layers * MLA_KERNELS if model.attention == "mla" else 0)
+
+
 def elementwise_bytes(model: ModelDims) -> int:
     """Bytes that a layer's norms, rotary embedding and KV writes move a token (MLA: in its
     module)."""
@@ -46,6 +70,16 @@ def small_kernel_s(gpu: GPU) -> float:
     """Return what a small kernel takes in a CUDA graph: the GPU's, its sibling's, or H100's."""
     seconds: dict[str, float] = SMALL_KERNELS["seconds"]
     return seconds.get(gpu.name) or seconds.get(gpu.sibling, seconds["H100"])
+
+
+def unfused_gate_kernels(model: ModelDims, engine: Engine) -> int:
+    """Kernels that SGLang's GLM-4 (float32 gates beside shared experts) launches beside others'.
+
+    Its experts are one group, for which ``biased_grouped_topk_impl`` launches eight kernels instead
+    of one (sgl-project/sglang pull request 13049 counts them; ``topk.py`` of 0.5.6 to 0.5.10), and
+    ``glm4_moe.py`` scales the experts' output and adds that of the shared one."""
+    is_glm = model.float32_gate and model.shared_intermediate_size > 0
+    return 9 if is_glm and engine.name == "sglang" else 0
 
 
 def float32_gate_s(

@@ -22,10 +22,14 @@ from eldr_sim.kernel_profiles.kernels.nearest_shape import label, nearest_moe
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.small_kernels import (
     SMALL_KERNELS,
+    dense_linears,
     elementwise_bytes,
     float32_gate_s,
+    layer_kernels,
     residual_bytes,
     small_kernel_s,
+    unfused_gate_kernels,
+    unfused_kernels,
 )
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
@@ -59,9 +63,6 @@ CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 MOE_KERNELS = 7
 """Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
 by expert, two GEMMs, activation, sum over a token's experts."""
-MLA_KERNELS = 8
-"""Small kernels of multi-head latent attention beside those of other attention: two norms of the
-compressed queries and KV, two splits, two rotations, keys and values put together."""
 LINEAR_KERNELS = 14
 """Kernels of a layer of linear attention that computes prompts: the split of its projections, the
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
@@ -74,13 +75,6 @@ def _attending_to_all(model: ModelDims) -> ModelDims:
         return model
     none = ("index_topk", "index_heads", "index_head_dim", "n_sparse_layers", "n_index_layers")
     return model.model_copy(update=dict.fromkeys(none, 0))
-
-
-def _small_kernels(model: ModelDims) -> int:
-    """Kernels of a layer that are no GEMM, attention or part of its routed experts. Norms, rotary
-    embedding, the write to the KV cache, and the activation of a dense or shared MLP."""
-    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
-    return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
 
 
 def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
@@ -278,20 +272,16 @@ class Parts:
         if gpu.launch_s is None:
             problem = f"the kernel launch time of the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
-        linears = sum(layers * len(own) for _, layers, own in model.matrices)
-        small = _small_kernels(model) - (2 if rotates_inside else 0)
+        small = layer_kernels(model) - (2 if rotates_inside else 0)
         # Layers of linear attention neither attend, rotate, cache, nor norm queries and keys.
         spared = 1 + (0 if rotates_inside else 2) + (model.qk_norm != "none")
         kernels = model.n_linear_layers * (LINEAR_KERNELS - spared)
-        if model.attention == "mla":
-            small += MLA_KERNELS
         if model.attention_gate:  # a sigmoid and a product
             kernels += 2 * model.n_full_layers
         if model.shared_expert_gate:  # likewise, after a GEMM
             kernels += 3 * model.n_moe_layers
-        kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS) + linears
-        if model.linear_dtype == "fp8_block":  # scales of its input: no other kernel knows them
-            kernels += linears
+        kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS)
+        kernels += dense_linears(model) + unfused_kernels(model)
         seconds = kernels * gpu.launch_s
         if model.expert_dtype == "mxfp4":
             seconds += model.n_moe_layers * roofline.efficiency_of(gpu).mxfp4_launch_s
@@ -338,7 +328,8 @@ class Parts:
             said = format.provenance_of("derived", origin)
             if self.model.qk_norm != "none" and more:
                 # Fused into the rotary kernel; by AISimulate 0.13's own estimate on H100.
-                said["band_us_per_layer"] = [8.0 + 1e6 * (more - 2) * each, 35.0]
+                least = 8.0 + 1e6 * (more - 2) * each
+                said["band_us_per_layer"] = [least, max(least, 35.0)]
             self.provenance["norms"] = said
         return table
 
@@ -352,7 +343,8 @@ class Parts:
         measured = model.index_topk and "attention" not in self.missing
         if model.attention == "mla" or measured:
             return 0
-        return max(_small_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
+        gate = unfused_gate_kernels(model, self.engine)
+        return gate + max(layer_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s (given, a profile's median, the default), and its provenance."""
@@ -600,7 +592,7 @@ class Parts:
             least_s = (
                 NORMS_S + self._more_kernels * small_kernel_s(self.gpu)
                 if kernel_s is None
-                else _small_kernels(model) * kernel_s
+                else (layer_kernels(model) + unfused_kernels(model) / model.n_layers) * kernel_s
             )
             layers = model.n_layers * np.maximum(least_s, moved_s)
         moved = 4 * model.hidden_size + residual_bytes(model)

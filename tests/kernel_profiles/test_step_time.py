@@ -20,10 +20,11 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.kernels.small_kernels import small_kernel_s
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.parts import NORMS_S, Parts, bytes_alone
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
-from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
+from eldr_sim.kernel_profiles.tables.library import Engine, find_table, shipped_tables
 
 from ..on_each import on_each
 from ..step_times import fixed_s
@@ -560,3 +561,29 @@ def test_parts_of_a_step_are_named_and_sum_up(qwen):
     for step in wrong:
         with pytest.raises(InputError):
             qwen.parts(**step)
+
+
+@pytest.mark.parametrize(
+    ("batch", "published_ms"), [(4, 22.05), (8, 25.56), (16, 30.83), (32, 34.30)]
+)
+def test_deepseek_on_mi300x_takes_what_was_published(batch, published_ms):
+    """Median TPOT of DeepSeek-R1 on eight MI300X, 1,024 tokens in and out, SGLang with a tuned GEMM
+    (ROCm/aiter pull request 1930): no constant was chosen with it."""
+    parallelism = Parallelism(tensor_parallel_size=8)
+    steps = _build("DeepSeek-R1", "MI300X", parallelism=parallelism)
+    model = load_model("DeepSeek-R1")
+    distinct = float(uniform_distinct([batch], model.n_experts, model.top_k)[0])
+    parts = steps.parts(batch, batch * 1536, activated=[distinct] * model.n_moe_layers)
+    assert 1e3 * sum(parts) == pytest.approx(published_ms, rel=0.15)
+
+
+def test_glm_on_sglang_launches_nine_more_small_kernels_a_layer():
+    """Its top-k in eight kernels, a scaling and a sum, beside what its float32 gate takes there."""
+    model, gpu, one = load_model("GLM-4.6"), load_gpu("B200"), np.ones(1)
+    dense_s, gate_s = {}, {}
+    for name in ("sglang", "vllm"):
+        parts = Parts(model, gpu, Parallelism(8), (), 4096, engine=Engine(name))
+        dense_s[name] = parts.dense_part_s(one)
+        gate_s[name] = model.n_moe_layers * parts._gate_s(one)
+    more = (dense_s["sglang"] - gate_s["sglang"]) - (dense_s["vllm"] - gate_s["vllm"])
+    assert more == pytest.approx(9 * model.n_layers * small_kernel_s(gpu))
