@@ -13,6 +13,7 @@ from eldr_sim.cli.plan import _with_window
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.run_cache import RunCache
+from eldr_sim.planning.search import split
 from eldr_sim.planning.search.axes import Space
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
@@ -415,6 +416,19 @@ def test_the_best_split_is_that_of_all_splits():
             Space(make_config(BASE | {"policy": "eldr"}), tensor_parallel_sizes=[1]),
             HighestRate(objective, 1),
         )
+
+
+def test_the_splits_beside_the_best_are_simulated(monkeypatch):
+    """Two are tried first, three and more workers off."""
+    monkeypatch.setattr(split, "_TRIED", 2)
+    monkeypatch.setattr(split, "ESTIMATED", 1.0)
+    config = make_config(BASE | {"policy": "jsq", "duration": 60})
+    with simulated_by(Analytic()):
+        space = Space(config, tensor_parallel_sizes=[1])
+        found = find(space, HighestRate(Objective(LEVEL, 0.9, (3,)), 24), RunCache(1))
+    assert found.best.config.cluster.topology == "7P17D"
+    tried = {row.config.cluster.topology for row in found.rows}
+    assert {"8P16D", "6P18D"} <= tried
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -120,12 +120,17 @@ async def refuse(_request):
     return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
 
 
-async def fail_in_stream(request):
-    """Begin a stream with an error, as vLLM does whose core dies while a request waits."""
+async def fail_in_stream(request, first=b""):
+    """Begin a stream with an error, as vLLM does whose core dies while a request waits.
+
+    ``first``: what comes before the error; what follows then comes by itself."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     error = {"error": {"message": "EngineCore", "type": "InternalServerError", "code": 500}}
-    await response.write(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode())
+    parts = [f"data: {json.dumps(error)}\n\n".encode(), b"data: [DONE]\n\n"]
+    for part in [first, *parts] if first else [b"".join(parts)]:
+        await response.write(part)
+        await asyncio.sleep(0.05 if first else 0)
     return response
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import pytest
 
@@ -130,6 +131,23 @@ def test_a_dead_engine_costs_no_request(trouble):
             assert len(bad.seen) == await at.counted("retries") == (3 if trouble else 0)
             assert await at.counted("engine_up") == 1
             await at.is_at_rest()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_fails_in_the_middle_of_streams_is_ejected():
+    """The error is in the middle: bytes before it, and an end as of other streams."""
+
+    async def scene():
+        bad, good = FakeEngine("bad"), FakeEngine("good")
+        first = b'data: {"choices": [{"text": "x"}]}\n\n'
+        bad.trouble = lambda body: partial(fail_in_stream, first=first)
+        async with running([bad, good]) as at:
+            for _ in range(6):
+                status, body = await at.ask(stream=True)
+                assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+            assert len(bad.seen) == 3
+            assert await at.counted("engine_up") == 1
 
     asyncio.run(scene())
 
@@ -359,6 +377,24 @@ def test_hand_overs_that_fail():
                 assert await at.counted("retries") == 1
                 assert await at.counted("kv_releases") == 0
                 assert not caches
+
+    asyncio.run(scene())
+
+
+def test_a_cache_that_no_engine_takes_is_left_to_its_lease():
+    """The request for one token that would fetch it is refused."""
+
+    async def scene():
+        caches = {}
+        prefill, bad = FakeEngine("p", caches=caches), FakeEngine("bad", caches=caches)
+        good = FakeEngine("good", caches=caches)
+        bad.trouble = lambda body: fail
+        good.trouble = lambda body: refuse if body["max_tokens"] == 1 else None
+        async with running([bad, good], [prefill]) as at:
+            assert (await at.ask())[0] == 200
+            await until(lambda: at.counted("kv_releases", outcome="left"), 1)
+            assert await at.counted("kv_releases", outcome="freed") == 0
+            assert len(caches) == 1
 
     asyncio.run(scene())
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.queue.orders import Waiting
@@ -284,6 +285,19 @@ def test_residence_is_prompt_work_and_steps(make_step_time):
     # 50 and 60 are of one kind, whose outputs are 6 on average; 250 is alone.
     found = keys("sjf_residence", prompts, output_len=outputs, step_times=cost)
     np.testing.assert_allclose(found, [6 + 0.06, 1 + 0.28, 6 + 0.07])
+
+
+def test_a_later_chunk_attends_to_the_earlier_ones(make_step_time):
+    """A long prompt's residence is the sum of its steps, each with what is cached by then."""
+    cost = make_step_time(4, 1, 8, max_tokens=100).cost
+    experts = np.full(1, float(cost.n_experts))
+    none = np.zeros(1)
+    found = keys("oracle", np.array([250]), output_len=none, step_times=cost)
+    steps = [
+        total_s(step_parts(cost, 0, 0, 0.0, np.array([at]), np.array([n]), 1, experts, True))
+        for at, n in ((0, 100), (100, 100), (200, 50))
+    ]
+    np.testing.assert_allclose(found, [sum(steps)])
 
 
 # -- a run -------------------------------------------------------------------------------------

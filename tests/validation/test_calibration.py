@@ -64,6 +64,7 @@ def test_equal_factors_scale_every_kernel_and_nothing_else():
     for asked in (
         {"batch": 8, "context": 8000.0, "activated": experts},
         {"chunks": [(0, 3000), (100, 50)]},
+        {"chunks": [(3000, 1)]},  # reads a cached prompt
         {"batch": 4, "context": 900.0, "chunks": [(0, 700)]},
     ):
         one, other = base.parts(**asked), scaled.parts(**asked)
