@@ -9,6 +9,7 @@ TWINS = {
     "hash": "HashedPosition", "source": "NearSource", "even": "EvenSplit",
     "local_first": "LocalFirst", "metro:overhead_us=0": "Metro:overhead_us=0",
     "optimal:overhead_us=0": "Optimal:overhead_us=0",
+    "time_aware:overhead_us=0": "TimeAware:overhead_us=0",
 }  # fmt: skip
 RECORDS = (
     "requests", "prefill_steps", "decode_steps", "prefill_group_steps", "decode_group_steps",
@@ -37,7 +38,7 @@ CASES = [
     for place, (backend, values) in PLACES.items()
     for word in TWINS
     # METRO's and the optimal choice gather; eplb predicts no load of prefill workers or of moves.
-    if backend.startswith("allgather") or not word.startswith(("metro", "optimal"))
+    if backend.startswith("allgather") or not word.startswith(("metro", "optimal", "time_aware"))
     if word != "local_first" or values == {"topology": "4C"}
 ]
 
