@@ -83,7 +83,7 @@ def test_no_known_gpu_beats_its_own_peaks(name, part):
 PEAKS = st.floats(0.02, 6.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sibling=st.sampled_from(["H100", "H200", "A100", "B200", "L40S", "MI300X"]),
     model=st.sampled_from(MODELS),

@@ -7,13 +7,37 @@ fullest rank counts."""
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from eldr_sim.arrays import Bools, Int32s, Ints, Words
 from eldr_sim.jit import njit, popcount
 from eldr_sim.simulator.plane.compiled import compiled
 
-#: Prompt rows whose union is kept: a prompt is replayed by many requests, and in a few chunks.
-_BLOCK = 64
+#: Smallest and largest number of prompt rows whose union is kept: a prompt is replayed by many
+#: requests, in a few chunks; a context of prefix blocks, block by block.
+_SMALLEST, _LARGEST = 16, 64
+
+
+@intrinsic
+def _prefetch(_typing: Any, row: Any, index: Any) -> Any:
+    """Fetch the cache line of a word of a row, which is read soon."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        start = context.make_array(signature.args[0])(context, builder, args[0]).data
+        line = builder.bitcast(builder.gep(start, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(fetch, [line, *(ir.Constant(number, value) for value in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(row, index), codegen
+
+
+#: As mypy cannot see it: without the first argument.
+prefetch: Any = _prefetch
 
 
 class PromptRows(NamedTuple):
@@ -26,9 +50,10 @@ class PromptRows(NamedTuple):
     prefix_trace_request: Int32s  #: ``prefix_text`` of ``Workload``
     prefix_block_tokens: int  #: as in ``Workload``
     scratch: Words  #: ``[trace layers * words]``
-    first_block: Ints  #: ``[trace requests]``: of `_BLOCK` prompt rows each
-    blocks: Words  #: ``[blocks, trace layers * words]``: their unions,
-    known: Bools  #: ``[blocks]``: as soon as somebody has asked for them
+    block_rows: int  #: prompt rows of a kept union, those of a prefix block where known
+    first_block: Ints  #: ``[trace requests]``: of ``block_rows`` prompt rows each
+    blocks: Words  #: ``[blocks, trace layers * words]``: their unions
+    known: Bools  #: ``[blocks]``: whether the union has been computed
 
 
 def make_prompt_rows(
@@ -40,10 +65,11 @@ def make_prompt_rows(
     prefix_block_tokens: int,
 ) -> PromptRows:
     """Return prompts without computed unions; arguments as of `PromptRows`."""
-    blocks = -(-length.astype(np.int64) // _BLOCK)
+    size = min(max(prefix_block_tokens or _LARGEST, _SMALLEST), _LARGEST)
+    blocks = -(-length.astype(np.int64) // size)
     return PromptRows(
         bits, first_row, length, prefix_indptr, prefix_trace_request, prefix_block_tokens,
-        np.zeros(bits.shape[1], np.uint64), np.cumsum(blocks) - blocks,
+        np.zeros(bits.shape[1], np.uint64), size, np.cumsum(blocks) - blocks,
         np.zeros((blocks.sum(), bits.shape[1]), np.uint64), np.zeros(blocks.sum(), np.bool_),
     )  # fmt: skip
 
@@ -58,12 +84,17 @@ def no_prompts() -> PromptRows:
 
 @njit(_nrt=False)
 def union_rows(bits: Any, rows: Any, first: int, n: int, union: Any) -> None:
-    """OR ``rows[first:n]`` of ``bits`` into ``union``, empty before the first; eight a pass."""
+    """OR ``rows[first:n]`` of ``bits`` into ``union``, empty before the first; eight a pass, while
+    the next eight are fetched: with many workers no cache holds the rows."""
     width, i = bits.shape[1], first
     if first == 0:
         for k in range(width):
             union[k] = 0
     while i + 8 <= n:
+        for j in range(i + 8, min(i + 16, n)):
+            row = bits[rows[j]]
+            for k in range(0, width, 8):
+                prefetch(row, k)
         a, b, c, d = bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]]
         e, f, g, h = bits[rows[i + 4]], bits[rows[i + 5]], bits[rows[i + 6]], bits[rows[i + 7]]
         for k in range(width):
@@ -125,13 +156,14 @@ def _add_range(prompts: PromptRows, source: int, row: Any, stop: Any, union: Any
     """OR the prompt rows from ``row`` to ``stop`` of a trace request into ``union``."""
     base: Any = prompts.first_row[source]
     span: Any = np.int64(prompts.length[source])
+    size: Any = prompts.block_rows
     while row < stop:
-        begin = row // _BLOCK * _BLOCK
-        end = min(begin + _BLOCK, span)
+        begin = row // size * size
+        end = min(begin + size, span)
         if row > begin or stop < end:
             _add_each(prompts.bits, base + row, base + min(end, stop), union)
         else:
-            at = prompts.first_block[source] + row // _BLOCK
+            at = prompts.first_block[source] + row // size
             if not prompts.known[at]:
                 _add_each(prompts.bits, base + begin, base + end, prompts.blocks[at])
                 prompts.known[at] = True
