@@ -27,6 +27,7 @@ class StepCost(NamedTuple):
     #: In which the host launches the kernels of a step without prompts and with; 0 with graphs.
     launch_s: float = 0.0
     prompt_launch_s: float = 0.0
+    graph_tokens: int = 0  #: an engine's step with prompts of at most this many tokens is a graph
 
 
 class RankMoE(NamedTuple):

@@ -184,7 +184,7 @@ def step_parts(
     dense, collectives = cost.dense_s[computed], cost.collectives_s[computed]
     head = cost.head_s[rows]
     kernels_s = moe + attention + dense + head + collectives
-    host = cost.host_s + launch_wait_s(cost, kernels_s, n_chunks > 0)
+    host = cost.host_s + launch_wait_s(cost, kernels_s, chunk_tokens > cost.graph_tokens)
     return StepParts(moe, attention, dense, head, collectives, host, 0.0, 0.0, 0.0)
 
 

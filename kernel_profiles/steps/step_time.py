@@ -174,6 +174,7 @@ def build_step_time_model(
     cudagraph_padding: Padding = "none",
     enforce_eager: bool = False,
     eager_prompts: bool = False,
+    graph_tokens: int = 0,
     moe_backend: MoEBackend = "auto",
     engine: Engine = Engine(),  # noqa: B008
     tables: Sequence[LatencyTable] = (),
@@ -202,6 +203,7 @@ def build_step_time_model(
             kernels, and nothing is padded.
         eager_prompts: steps that compute prompts run without graphs, where the host of the GPU is
             known.
+        graph_tokens: those with at most this many tokens of prompts run as graphs even then.
         moe_backend: kernel that computes the experts; ``auto``: the newest measured one.
         engine: engine and version that measured kernels must come from.
         tables: the user's tables, which take precedence over the shipped ones. One of kind
@@ -255,7 +257,8 @@ def build_step_time_model(
         launch_s, cudagraph_padding = parts.launches_s(), "none"
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
     elif eager_prompts and device.launch_s is not None:
-        cost = cost._replace(prompt_launch_s=parts.launches_s(rotates_inside=True))
+        launch_s = parts.launches_s(rotates_inside=True)
+        cost = cost._replace(prompt_launch_s=launch_s, graph_tokens=graph_tokens)
     lines: list[str] = []
     if share_missing and parts.missing:
         lines = _missing(parts, cost, _better(parts, named or dims.name, import_helps))

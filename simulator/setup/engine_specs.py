@@ -6,6 +6,7 @@ room for are redundant experts, as in vLLM's ``ElasticEPScalingExecutor.switch_a
 (``vllm/distributed/elastic_ep/elastic_execute.py``, read in November 2026)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +74,11 @@ def make_engine_spec(
     budget = pool.max_num_batched_tokens or engine_rules.default_budget(engine, gpu, n_engines)
     rules = engine_rules.rules_of(engine, config.scheduler, budget, n_engines, version)
     drafts = pool.speculative_config
+    if engine == "sglang" and config.scheduler.piecewise_cuda_graph is None:
+        graphs = engine_rules.prompt_graphs(
+            model, gpu, parallelism, drafts=drafts is not None, apart=config.cluster.hands_over
+        )
+        rules = replace(rules, **graphs)
     tokens_per_seq = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     longest = config.engine.max_model_len or model.max_position_embeddings
     threshold = config.engine.long_prefill_token_threshold
@@ -123,6 +129,7 @@ def make_engine_spec(
             max_model_len=longest, max_num_batched_tokens=budget,
             parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
+            graph_tokens=rules.graph_tokens,
             moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=tokens_per_seq, calibration=calibration,
             named=config.engine.model,

@@ -20,10 +20,15 @@ from eldr_sim.cli.api import options_of
 from eldr_sim.cli.run import run
 from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import launch_options
-from eldr_sim.simulator.setup.config.engine_rules import EngineRules, rules_of
+from eldr_sim.simulator.setup.config.engine_rules import EngineRules, prompt_graphs, rules_of
 from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -376,6 +381,42 @@ def test_prompts_run_eagerly_where_the_engine_captures_none(tmp_path):
     assert not launches(extra_llm_api_options=str(file))
     assert not launches(engine="trtllm", piecewise_cuda_graph=True)
     assert spec_of(engine="trtllm").decode.step_time.cost.launch_s == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "size", "about", "graph_tokens"),
+    [
+        ("DeepSeek-R1", "H200", (8, 1), {}, 2048),
+        ("DeepSeek-R1", "B200", (8, 1), {}, 0),
+        ("DeepSeek-R1", "H200", (1, 8), {}, 0),
+        ("DeepSeek-R1", "H200", (8, 1), {"drafts": True}, 0),
+        ("DeepSeek-V3.2", "H200", (8, 1), {}, 0),
+        ("Qwen3-30B-A3B", "MI300X", (1, 1), {}, 0),
+        ("Qwen3-30B-A3B", "H200", (1, 1), {}, None),
+        ("Qwen3-30B-A3B", "H200", (1, 1), {"apart": True}, 0),
+    ],
+)
+def test_sglang_captures_the_prompts_that_its_server_args_allow(
+    model, gpu, size, about, graph_tokens
+):
+    """``graph_tokens``: most tokens of a step with prompts that is a graph; None: any number."""
+    parallelism = Parallelism(size[0], size[1] > 1, size[1])
+    of = load_model(model), load_gpu(gpu), parallelism
+    rules = prompt_graphs(*of, **{"drafts": False, "apart": False} | about)
+    assert rules.get("eager_prompts", False) == (graph_tokens is not None)
+    assert rules.get("graph_tokens", 0) == (graph_tokens or 0)
+
+
+def test_a_step_of_more_tokens_than_its_graphs_hold_waits_for_the_host():
+    built = build_step_time_model(
+        "Qwen3-30B-A3B", "H200", max_num_seqs=8, max_model_len=4096, eager_prompts=True,
+        graph_tokens=256,
+    )  # fmt: skip
+    none, host_s = np.zeros(1, np.int64), []
+    for tokens in (256, 257):
+        new = np.full(1, tokens, np.int64)
+        host_s.append(step_parts(built.cost, 0, 0, 0, none, new, 1, np.zeros(1), True).host)
+    assert host_s[0] == built.cost.host_s < host_s[1]
 
 
 def test_stages_wait_for_their_launches():

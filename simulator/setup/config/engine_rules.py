@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
-from eldr_sim.kernel_profiles.parallel import Padding
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.tables.library import version_numbers
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig
@@ -77,7 +78,8 @@ class EngineRules:
     cuts_alone: bool = False  #: long_prefill_token_threshold also cuts the prompt of a lone request
     #: A new sequence with one token to compute is padded to the size of a verify step.
     pads_drafts: bool = True
-    eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
+    eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled,
+    graph_tokens: int = 0  #: but those of at most this many tokens
 
 
 def rules_of(
@@ -133,6 +135,28 @@ def rules_of(
     return EngineRules(cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25))
 
 
+def prompt_graphs(
+    model: ModelDims, gpu: GPU, parallelism: Parallelism, *, drafts: bool, apart: bool
+) -> dict[str, Any]:
+    """Return the rules of steps with prompts where SGLang decides on their graphs.
+
+    ``_handle_piecewise_cuda_graph`` of ``server_args.py`` (0.5.10, and as a table 0.5.14) captures
+    none on AMD GPUs, for sparse and linear attention, drafts, data-parallel attention, prompts of
+    other workers (``apart``), and beside TensorRT-LLM's MoE kernels, which MLA and Qwen models with
+    FP8 or NVFP4 experts take on Blackwell; of MLA it captures up to 2,048 tokens."""
+    trtllm = (
+        gpu.fp4_flops > 0
+        and (model.attention == "mla" or model.name.startswith("Qwen"))
+        and model.expert_dtype in ("fp8", "fp8_block", "nvfp4")
+        and not model.is_dense
+    )
+    sparse = model.index_topk > 0 or model.n_linear_layers > 0
+    shared = parallelism.data_parallel_size > 1
+    if gpu.name.startswith("MI") or sparse or drafts or apart or shared or trtllm:
+        return {"eager_prompts": True}
+    return {"eager_prompts": True, "graph_tokens": 2048} if model.attention == "mla" else {}
+
+
 def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
     """Return the most tokens of a step where nothing is said.
 
@@ -168,11 +192,11 @@ def version_fields(engine: str, version: str | None) -> dict[str, Any]:
 
     vLLM schedules ahead since 0.14, tokenises prompts one after the other since 0.15 and in a pool
     of threads since 0.24 (`simulator.plane.front_end`). SGLang's steps with prompts are graphs in
-    pieces since 0.5.9 (``server_args.py``)."""
+    pieces since 0.5.10 (``server_args.py``)."""
     if not version:
         return {}
     if engine == "sglang":
-        return {"piecewise_cuda_graph": False} if before(version, 0, 5, 9) else {}
+        return {"piecewise_cuda_graph": False} if before(version, 0, 5, 10) else {}
     if engine != "vllm":
         return {}
     fields: dict[str, Any] = {}
