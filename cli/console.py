@@ -244,8 +244,8 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     if len(rows) > _FOLDED_ROWS:
         widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in [columns, *rows]:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            click.echo("  ".join(cells).rstrip())
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            click.echo("  ".join(padded).rstrip())
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
