@@ -58,9 +58,11 @@ class Rule:
     def pick(self, workers: Workers) -> int | None:
         """Return the chosen worker's index, the least loaded healthy one of the pool where none of
         the rule's is, else None. ``workers``: their signals are read when they have changed."""
-        usable = set(workers.usable())
-        order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
-        order = [place for place in order if self.workers[place] in usable]
+        usable = workers.usable()
+        order: Sequence[int] = (*range(self.turn, len(self.workers)), *range(self.turn))
+        if len(usable) < len(workers.loads):
+            healthy = set(usable)
+            order = [place for place in order if self.workers[place] in healthy]
         if not order:
             loads: list[int] = workers.loads.tolist()
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)

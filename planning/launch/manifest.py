@@ -6,6 +6,8 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from eldr_sim.errors import EldrSimWarning, InputError
@@ -40,7 +42,10 @@ _POLICIES = {
 }  # fmt: skip
 #: What ends a command in a shell.
 _SHELL = re.compile(r"[&|;]|\d?>")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)|\$\((\w+)\)")
+#: A value that Helm takes from the same file, and all that is filled in elsewhere.
+_VALUE = re.compile(r'"?\{\{-? *\.Values\.([\w.]+) *-?\}\}"?')
+_ELSEWHERE = re.compile(r"\$|\{\{")
 
 
 @dataclass(frozen=True)
@@ -82,20 +87,39 @@ def read_manifest(path: AnyPath) -> Manifest:
     """Read a deployment; raises InputError for a file of no known kind, or engines that no run has
     together."""
     text = read_text(path, "from_manifest")
-    if re.search(r"^[^#\n]*\{\{", text, re.MULTILINE):
+    try:
+        documents = [
+            parse_yaml(part, "from_manifest", str(path))
+            for part in re.split(r"^---[ \t]*(?:#.*)?$", text, flags=re.MULTILINE)
+        ]
+    except InputError:
+        if re.search(r"^[^#\n]*\{\{", text, re.MULTILINE) is None:
+            raise
         problem = f"{path} is a Helm template"
-        raise InputError("from_manifest", problem, "values, or what helm template prints")
-    documents = [
-        parse_yaml(part, "from_manifest", str(path))
-        for part in re.split(r"^---[ \t]*(?:#.*)?$", text, flags=re.MULTILINE)
-    ]
+        raise InputError("from_manifest", problem, "values, or what helm template prints") from None
     for document in documents:
         if isinstance(document, Mapping):
             for fits, read in _KINDS:
                 if fits(document):
-                    return _finished(read(document))
+                    return _finished(read(_rendered(document, document)))
     known = "values of production-stack or llm-d modelservice, DynamoGraphDeployment, compose"
     raise InputError("from_manifest", f"{path} is not a known kind of deployment file", known)
+
+
+def _rendered(part: Any, values: Mapping[str, Any]) -> Any:
+    """Return a part of Helm's values with what it takes from other values; the rest stays."""
+
+    def value(match: re.Match[str]) -> str:
+        found: Any = values
+        for name in match[1].split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return match[0] if found is None or isinstance(found, Mapping | list) else str(found)
+
+    if isinstance(part, Mapping):
+        return {key: _rendered(each, values) for key, each in part.items()}
+    if isinstance(part, list):
+        return [_rendered(each, values) for each in part]
+    return _VALUE.sub(value, part) if isinstance(part, str) else part
 
 
 def _finished(found: Manifest) -> Manifest:
@@ -149,6 +173,9 @@ def _apart(fields: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def _fields(role: Role, left_out: list[str]) -> dict[str, Any]:
     """Return what a role's options say; adds what is not simulated to ``left_out``."""
     words, model, backend = [], role.model, None
+    if model is not None and _ELSEWHERE.search(model):
+        left_out.append(f"{role.name}: model {model} (a variable)")
+        model = None
     todo = list(role.words)
     while todo:
         word = todo.pop(0)
@@ -158,13 +185,16 @@ def _fields(role: Role, left_out: list[str]) -> dict[str, Any]:
             taken.append(todo.pop(0))
         if name in _MODELS or not name.startswith("-"):
             named = taken[0] if name.startswith("-") and taken else name
-            model = model or (None if REPLACE in named else named)
+            if _ELSEWHERE.search(named):
+                left_out.append(f"{role.name}: {word} {named}".strip() + " (a variable)")
+            elif REPLACE not in named:
+                model = model or named
         elif name == "--served-model-name" and taken and model is None:
             model = taken[0]
         elif name == "--all2all-backend" and taken and taken[0] in _BACKENDS:
             backend = _BACKENDS[taken[0]]
         elif name not in _PLACES:
-            if any("$" in part for part in taken):
+            if any(map(_ELSEWHERE.search, taken)):
                 left_out.append(f"{role.name}: {name} {' '.join(taken)} (a variable)")
             else:
                 words += [name, *taken]
@@ -179,9 +209,11 @@ def _fields(role: Role, left_out: list[str]) -> dict[str, Any]:
         fields["model"] = _model(model)
     if backend is not None:
         fields["all2all_backend"] = backend
-    tp = int(fields.get("tensor_parallel_size", 1)) * int(fields.get("data_parallel_size", 1))
-    if role.gpus is not None and role.gpus != tp * int(fields.get("pipeline_parallel_size", 1)):
-        left_out.append(f"{role.name}: asks for {role.gpus} GPUs and uses {tp}")
+    used = prod(
+        int(fields.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "data", "pipeline")
+    )
+    if role.gpus is not None and role.gpus != used:
+        left_out.append(f"{role.name}: asks for {role.gpus} GPUs and uses {used}")
     return fields
 
 
@@ -214,11 +246,11 @@ def _place(words: Sequence[str], hint: str = "") -> str:
 
 def _command(container: Mapping[str, Any], hint: str = "") -> tuple[str, tuple[str, ...]] | None:
     """Return the engine of a container and its options; None where it runs none."""
-    words: list[str] = []
+    words, known = [], _environment(container)
     for name in ("entrypoint", "command", "args"):
         part = container.get(name) or []
-        words += shlex.split(_filled(part)) if isinstance(part, str) else [
-            _filled(str(word)) for word in part
+        words += shlex.split(_filled(part, known)) if isinstance(part, str) else [
+            _filled(str(word), known) for word in part
         ]  # fmt: skip
     if len(words) > 2 and words[0].rpartition("/")[2] in ("sh", "bash"):
         script = next((word for word in words[1:] if not word.startswith("-")), "")
@@ -238,9 +270,21 @@ def _command(container: Mapping[str, Any], hint: str = "") -> tuple[str, tuple[s
     return None
 
 
-def _filled(text: str) -> str:
-    """Return a text with the defaults of its variables; those without stay."""
-    return _VARIABLE.sub(lambda m: m[0] if m[2] is None else m[2], text)
+def _environment(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that Kubernetes sets in a container."""
+    listed = container.get("env") or []
+    return {str(each["name"]): str(each["value"]) for each in listed
+            if isinstance(each, Mapping) and "name" in each and "value" in each}  # fmt: skip
+
+
+def _filled(text: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a text with its variables as ``known``, or their defaults; others stay."""
+
+    def value(match: re.Match[str]) -> str:
+        usual = match[0] if match[2] is None else match[2]
+        return known.get(match[1] or match[3] or match[4], usual)
+
+    return _VARIABLE.sub(value, text)
 
 
 def _gpu(found: Manifest, selector: Any) -> None:
@@ -309,6 +353,10 @@ def _production_stack(document: Mapping[str, Any]) -> Manifest:
             gpus = None
         gpus = None if gpus is None else _count(gpus, "requestGPU")
         replicas = _count(each.get("replicaCount"), "replicaCount")
+        ray = _mapping(each.get("raySpec"), "raySpec")
+        if ray.get("enabled"):  # one engine over the nodes of a Ray cluster
+            head = _count(_mapping(ray.get("headNode"), "headNode").get("requestGPU"), "requestGPU")
+            gpus, replicas = None if gpus is None else gpus * replicas + head, 1
         place, model = _place([*words, str(cache.get("kvRole"))]), each.get("modelURL")
         role = Role(name, place, replicas, "vllm", tuple(words), model and str(model), gpus)
         manifest.roles.append(role)
@@ -375,7 +423,7 @@ def _dynamo(document: Mapping[str, Any]) -> Manifest:
         if command is None:
             words = " ".join(map(str, [*(main.get("command") or []), *(main.get("args") or [])]))
             mode = re.search(r"--router-mode[= ](\S+)", words)
-            _policy(manifest, mode and mode[1])
+            _policy(manifest, mode[1] if mode else _environment(main).get("DYN_ROUTER_MODE"))
             if kind not in ("frontend", "main"):
                 manifest.left_out.append(f"{name} ({kind})")
             continue

@@ -148,6 +148,69 @@ def test_dynamo(tmp_path):
     assert any("routing kv" in text for text in found.left_out)
 
 
+def test_values_that_helm_takes_from_others(tmp_path):
+    """llm-d's published values say ``uri: hf://"{{ .Values.modelArtifacts.name }}"``."""
+    model = 'modelArtifacts: {name: Qwen/Qwen3-32B, uri: "hf://Qwen/Qwen3-32B", size: 80Gi}'
+    assert model in LLM_D
+    values = """
+modelArtifacts:
+  id: Qwen/Qwen3-32B
+  uri: hf://"{{ .Values.modelArtifacts.id }}"
+"""
+    found = read(tmp_path, LLM_D.replace(model, values))
+    assert found.values == read(tmp_path, LLM_D).values
+    elsewhere = read(tmp_path, LLM_D.replace(model, values.replace(".id }}", ".other }}")))
+    assert "model" not in elsewhere.values
+    assert any(".Values.modelArtifacts.other" in line for line in elsewhere.left_out)
+
+
+def test_variables_of_a_container(tmp_path):
+    variables = "[{name: MODEL, value: Qwen/Qwen3-30B-A3B}, {name: IP, valueFrom: {}}]"
+    text = f"""
+kind: DynamoGraphDeployment
+spec:
+  components:
+  - name: Frontend
+    type: frontend
+    podTemplate:
+      spec: {{containers: [{{env: [{{name: DYN_ROUTER_MODE, value: round-robin}}]}}]}}
+  - name: Worker
+    type: worker
+    replicas: 3
+    podTemplate:
+      spec:
+        containers:
+        - command: [python3]
+          args: [-m, dynamo.vllm, --model, $(MODEL), --max-num-seqs, $(SEQS), --block-size, "32"]
+          env: {variables}
+"""
+    found = read(tmp_path, text)
+    assert found.values["model"] == "Qwen3-30B-A3B"
+    assert (found.values["topology"], found.values["block_size"]) == ("3C", 32)
+    assert found.policy == "round_robin"
+    assert "Worker: --max-num-seqs $(SEQS) (a variable)" in found.left_out
+    unknown = read(tmp_path, text.replace(variables, "[]"))
+    assert "model" not in unknown.values
+    assert any("$(MODEL) (a variable)" in line for line in unknown.left_out)
+
+
+def test_an_engine_over_a_ray_cluster(tmp_path):
+    text = """
+servingEngineSpec:
+  modelSpec:
+  - name: wide
+    modelURL: Qwen/Qwen3-32B
+    replicaCount: 3
+    requestGPU: 2
+    vllmConfig: {tensorParallelSize: 2, pipelineParallelSize: 4}
+    raySpec: {enabled: true, headNode: {requestGPU: 2}}
+"""
+    found = read(tmp_path, text)
+    config = make_config(found.values)
+    assert (config.cluster.topology, config.n_gpus) == ("1C", 8)
+    assert not any("asks for" in line for line in found.left_out)
+
+
 def test_compose(tmp_path):
     found = read(tmp_path, COMPOSE)
     config = make_config(found.values)
