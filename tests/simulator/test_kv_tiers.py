@@ -168,6 +168,15 @@ def flushed(make_workload, at, blocks):
     )  # fmt: skip
 
 
+def test_the_last_token_of_a_prompt_is_computed(make_workload, run):
+    """A tier holds all blocks of a prompt of whole blocks: the last one is computed again."""
+    work = flushed(make_workload, [100.0], [3, 3])
+    whole = work.prompt_len.copy()
+    whole[-1] = 3 * BLOCK
+    record, _ = run(dataclasses.replace(work, prompt_len=whole), [tier(300)])
+    assert cached(record)[-1] == 2 * BLOCK == record.tiers.hits[-1].sum()
+
+
 def test_loads_take_their_latency_and_bytes_one_after_the_other(make_workload, run):
     work = flushed(make_workload, [100.0, 100.0], [8, 8, 8])
     words = {"load": "16B/s", "store": "inf", "latency": "0.25"}

@@ -170,8 +170,12 @@ def test_sessions_are_limited():
     assert begin[4:] == pytest.approx(np.sort(end)[: len(begin) - 4])  # at once when one ends
 
 
-def test_whoever_goes_on_with_a_failed_turn_never_comes():
-    result, work = requests_of(sessions=40, max_model_len=1100, new_tokens="uniform:10,400")
+@pytest.mark.parametrize("most", [None, 4])
+def test_whoever_goes_on_with_a_failed_turn_never_comes(most):
+    """And leaves its session's place to the next, where places are limited."""
+    result, work = requests_of(
+        sessions=40, max_model_len=1100, new_tokens="uniform:10,400", max_active_sessions=most
+    )
     rows, figures = result.requests.to_pandas(), result.summary["sessions"]
     too_long = work.prompt_len + work.output_len > 1100
     lost = too_long.copy()
