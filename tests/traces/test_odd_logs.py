@@ -222,6 +222,29 @@ MISLEADING = {
     "two columns of a name": (
         table("time_s,isl,osl,isl", lambda i: (i, 90, 9, 70)), "unknown format", "input=isl",
     ),
+    "times beside a known format's lengths": (
+        table("time,input_length,output_length", lambda i: (f"03/01/2026 10:{i:02d}:00 AM", 90, 9)),
+        "'time' holds '03/01/2026 10:00:00 AM', which is neither", "request_rate",
+    ),
+    "other times beside a known format's lengths": (
+        table("sent_s,input_length,output_length", lambda i: (i / 7, 90, 9)),
+        "--columns time_s=sent_s", "request_rate",
+    ),
+    "characters": (
+        table("time_s,prompt_chars,answer_chars", lambda i: (i, 900, 90)), "=NAME", "=prompt_c",
+    ),
+    "bytes": (
+        table("time_s,input_bytes,output_bytes", lambda i: (i, 900, 90)), "=NAME", "=input_b",
+    ),
+    "prompts without what a cache read": (
+        table("time_s,input_tokens,output_tokens,cache_read_input_tokens",
+              lambda i: (i, 20, 90, 4000)),
+        "leave out 'cache_read_input_tokens'", "input=",
+    ),
+    "answers without their reasoning": (
+        table("time_s,input_tokens,output_tokens,reasoning_tokens", lambda i: (i, 200, 90, 900)),
+        "leave out 'reasoning_tokens'", "output=",
+    ),
 }  # fmt: skip
 
 
@@ -235,6 +258,13 @@ def test_a_refusal_does_not_lead_to_a_wrong_load(name, tmp_path):
     allowed = f"{refused.value.problem} ({refused.value.allowed})"
     assert said in allowed
     assert unsaid not in allowed
+
+
+def test_lengths_are_read_however_a_table_spells_whole_numbers(tmp_path):
+    """Spreadsheets and pandas write 300.0."""
+    file = tmp_path / "log.csv"
+    file.write_text(table("timestamp,input_length,output_length", lambda i: (i, "90.0", "9.0")))
+    assert read_request_log(file, time_unit="s").prompt_len.tolist() == [90] * 20
 
 
 @pytest.mark.parametrize("columns", ["time_s=inter_arrival_s,input=isl,output=osl"])

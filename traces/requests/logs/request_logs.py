@@ -34,9 +34,11 @@ from eldr_sim.traces.requests.logs.table_columns import (
     TableColumns,
     columns_of,
     guessed_columns,
+    guessed_time,
     json_names,
     no_requests,
     parse_columns,
+    parts_of_lengths,
     unread_times,
 )
 
@@ -370,6 +372,9 @@ def _known_table(
     """Return the format of a table, None where only ``--columns`` says it; raises InputError."""
     known = table_format(names)
     if known is not None:
+        times = [some for key, some in known.columns.items() if key.startswith("time")]
+        if times and not any({*some} & {*names} for some in times):
+            _check_times(file, asked, names, records)
         return known
     if (counts := aggregates.count_column(names, records)) is not None:
         aggregates.refuse(file, records, counts)
@@ -380,13 +385,26 @@ def _known_table(
     allowed = "eldr-sim trace formats lists those that are known"
     if unread := unread_times(names, records):
         allowed = f"{unread}; {allowed}"
-    if (guess := guessed_columns(names, records)) is not None:
+    if part := parts_of_lengths(names, records):
+        allowed = f"a column of the sum; {part}; {allowed}"
+    elif (guess := guessed_columns(names, records)) is not None:
         unit = ", UNIT s, ms, us or ns" if "time_UNIT=" in guess else ""
         allowed = f"--columns {guess}{unit}; {allowed}"
     elif len(names) > 1:
         there = ", ".join(names)
         allowed = f"--columns time_UNIT=NAME,input=NAME,output=NAME of {there:.200}; {allowed}"
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
+
+
+def _check_times(file: Path, asked: _Asked, names: list[str], records: list[Any]) -> None:
+    """Raise InputError where a table without times of its format has others, not named."""
+    if asked.columns is not None and "time" in "".join(parse_columns(asked.columns)):
+        return
+    if unread := unread_times(names, records):
+        raise InputError(str(file), unread, "ISO 8601 times, or numbers")
+    if (found := guessed_time(names, records)) is not None:
+        problem = f"the format has no times in {found[1]!r}"
+        raise InputError(str(file), problem, f"--columns {'='.join(found)}")
 
 
 #: How files begin that are packed or not UTF-8, and what to do.

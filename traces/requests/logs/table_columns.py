@@ -335,7 +335,8 @@ _GAPS = re.compile(r"inter_?arrival|^iat(?![a-z])|arrival_?(?:gap|delta|interval
 #: Tokens that no row of requests has in the mean: such rows are sums.
 _SUMS = 1_000_000
 _NO_LENGTHS = ("cached", "cost", "price", "time", "rate", "throughput", "per", "reason", "image",
-               "audio", "video", "id", "hash", "max", "text", "type")  # fmt: skip
+               "audio", "video", "id", "hash", "max", "text", "type", "char", "byte",
+               "word")  # fmt: skip
 
 
 def guessed_columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str | None:
@@ -366,6 +367,22 @@ def no_requests(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> s
                 return (
                     f"sums ({name!r}: {values[0]:,.0f} tokens), not requests: it is a usage export"
                 )
+    return ""
+
+
+def parts_of_lengths(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return which column counts tokens beside those of the prompt or the answer; "" if none does.
+
+    Anthropic's ``input_tokens`` leave out what its cache read or wrote; reasoning is a part of an
+    answer (OpenAI's) unless some answer has fewer tokens."""
+    for name in names:
+        if re.search(r"cache_?(read|creation|write)", name, re.I) and any(_values(records, name)):
+            return f"the prompt's tokens leave out {name!r}: their sum is its length"
+    answer = _length(names, records, _ANSWER, _ANSWER_WORDS)
+    for name in (n for n in names if answer and "reason" in _plain(n) and "token" in _plain(n)):
+        pairs = zip(_values(records, name), _values(records, answer or ""), strict=False)
+        if any(is_number(a) and float(a) > float(b) for a, b in pairs):
+            return f"the answer's tokens leave out {name!r}: their sum is its length"
     return ""
 
 

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def read_csv(
             names, delimiter = _header(_decoded(header))
             made = columns(names)
             check_names(file, made, names)
-            reader = row_reader(made, output_len)
+            reader = row_reader(replace(made, strict=False), output_len)  # cells are texts
         if not block.strip():
             continue
         try:
