@@ -56,10 +56,6 @@ def kind_of(engine: str, gpu: str, model: ModelDims, *, apart: bool, in_flight: 
     )
 
 
-#: Runs of the wider cell that count beside a cell's own: from as many on, its own decide more.
-PRIOR = 8
-
-
 @cache
 def shipped() -> dict[str, Any]:
     """Return the bands of the package."""
@@ -159,11 +155,10 @@ def in_words(band: Mapping[str, Any]) -> list[str]:
 
 
 def _rests_on(cell: Mapping[str, Any]) -> str:
-    """Say which runs a cell's band rests on, and that few of them decide less than wider cells."""
+    """Say which runs a cell's band rests on, and where wider cells decide."""
     said = f"{_count(cell['rows'], 'run')} by {_count(cell['publishers'], 'publisher')}"
     said += f" ({cell['of']})"
-    few = int(cell["rows"] < PRIOR)
-    return said + f", too few for a separate band: under {PRIOR}, wider cells decide" * few
+    return said + ", wider cells decide" * (cell["publishers"] == 1)
 
 
 def _count(n: int, what: str) -> str:

@@ -64,14 +64,21 @@ def test_a_kind_that_was_never_compared_says_so():
     assert unknown["tpot"]["of"].startswith("GQA, MoE")
 
 
-def test_few_runs_are_counted_in_words_and_give_no_separate_band():
-    """Below `PRIOR` runs the wider cells weigh more than the cell's own, and a reader is told."""
-    for n in (1, error_band.PRIOR - 1, error_band.PRIOR):
-        found = bands.bands(dict.fromkeys(METRICS, drawn(1, n, 0.1, 0.1)), {})
-        band = band_of(KIND, found)
+def test_a_cell_of_one_publisher_has_the_band_of_the_cell_around_it():
+    """Its runs do not show how publishers differ, and a reader is told."""
+    for publishers in (1, 3):
+        near = drawn(publishers, 9, 0.01, 0.01)
+        far = [
+            each._replace(publisher=f"far {each.publisher}", kind=KIND._replace(gpu="L4"))
+            for each in drawn(3, 9, 0.5, 0.1)
+        ]
+        cells = bands.cells_of([*near, *far])
+        own, around = cells[tuple(KIND)], cells[tuple(KIND)[:3]]
+        assert (own[:2] == around[:2]) == (publishers == 1)
+        band = band_of(KIND, bands.bands({metric: [*near, *far] for metric in METRICS}, {}))
         for said in (error_band.one_line(band), " ".join(error_band.in_words(band))):
-            assert f"{n} run{'s' * (n > 1)} by 1 publisher (" in said
-            assert ("too few for a separate band" in said) == (n < error_band.PRIOR)
+            assert f"{9 * publishers} runs by {publishers} publisher" in said
+            assert ("wider cells decide" in said) == (publishers == 1)
 
 
 def test_kinds_are_read_off_models():
@@ -125,7 +132,7 @@ def test_bands_beyond_256_in_flight_reach_as_far_as_those_of_fewer():
     many = [
         each._replace(kind=KIND._replace(load="more than 256")) for each in drawn(2, 10, 0.1, 0.1)
     ]
-    within, beyond = bands.cells_within(few), bands.beyond(few, many)
+    within, beyond = bands.cells_within(few, bands.by_rows), bands.beyond(few, many)
     for path, cell in beyond.items():
         like = within[("17 to 256", *path[1:])] if path else within[()]
         assert cell.low <= like.low

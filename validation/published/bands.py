@@ -2,33 +2,36 @@
 
 A residual is the logarithm of measured over predicted. Cells are nested (`Kind`): a cell has the
 10th and 90th percentile of its residuals, where each publisher weighs the square root of its rows,
-drawn towards those of the cell around it: n / (n + `PRIOR`) is the cell's own share, n at most
-`_MOST` rows a publisher. Then both ends of all bands move outwards (or inwards) by one distance, at
-which 80% of the rows of publishers that were left out lie within (conformalised quantiles as in
-Romano, Patterson and Candes, NeurIPS 2019, by groups as in Dunn, Wasserman and Ramdas, JASA 2023).
-The coverage that is stated is of a second round: of publishers that neither the cells nor the
-distance saw.
+drawn towards those of the cell around it. Runs of one publisher do not show how publishers differ:
+with K publishers, (K - 1) / (K + 1) is the cell's own share (`by_publishers`). Then both ends of
+all bands move outwards (or inwards) by one distance, at which 80% of the rows of publishers that
+were left out lie within (conformalised quantiles as in Romano, Patterson and Candes, NeurIPS 2019,
+by groups as in Dunn, Wasserman and Ramdas, JASA 2023). The coverage that is stated is of a second
+round: of publishers that neither the cells nor the distance saw.
 
 Few publishers have runs of more than 256 requests in flight: a cell of these reaches as far as its
-own residuals and the band of runs that are like it but for the load (`beyond`)."""
+own residuals and the band of runs that are like it but for the load (`beyond`); n / (n + `_PRIOR`)
+is a cell's own share there, n at most `_MOST` rows a publisher (`by_rows`)."""
 
 import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, PRIOR, Kind
+from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, Kind
 
 LEVEL = 0.8
-_MOST = 12
+_MOST, _PRIOR = 12, 8
 #: No band is narrower: runs repeated on another day differ by this much (`silicon.REPEATABILITY`).
 _LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
 _Cell = tuple[str, ...]
+#: The share of its own that a cell has beside the cell around it, by its publishers' rows.
+_Share = Callable[[Mapping[str, int]], float]
 
 
 class Residual(NamedTuple):
@@ -56,7 +59,18 @@ class Cell(NamedTuple):
     publishers: int
 
 
-def cells_of(residuals: Iterable[Residual]) -> dict[_Cell, Cell]:
+def by_publishers(counts: Mapping[str, int]) -> float:
+    """Return a cell's own share by the number of its publishers."""
+    return (len(counts) - 1) / (len(counts) + 1)
+
+
+def by_rows(counts: Mapping[str, int]) -> float:
+    """Return a cell's own share by the number of its rows."""
+    n = sum(min(count, _MOST) for count in counts.values())
+    return n / (n + _PRIOR)
+
+
+def cells_of(residuals: Iterable[Residual], share: _Share = by_publishers) -> dict[_Cell, Cell]:
     """Return all cells of residuals by the first words of their kinds, the widest first."""
     groups = defaultdict[_Cell, list[Residual]](list)
     for residual in residuals:
@@ -72,8 +86,7 @@ def cells_of(residuals: Iterable[Residual]) -> dict[_Cell, Cell]:
         low, high = _quantiles([row.value for row in rows], weights)
         if path:
             around = cells[path[:-1]]
-            n = sum(min(count, _MOST) for count in counts.values())
-            own = n / (n + PRIOR)
+            own = share(counts)
             low = own * low + (1.0 - own) * around.low
             high = own * high + (1.0 - own) * around.high
         cells[path] = Cell(low, high, len(rows), len(counts))
@@ -103,12 +116,12 @@ def _outside(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[floa
     return found
 
 
-def growth_of(residuals: Sequence[Residual]) -> float:
+def growth_of(residuals: Sequence[Residual], share: _Share) -> float:
     """Return by how much both ends of every band move outwards, so that `LEVEL` of the rows of
     publishers that are left out lie within; each publisher weighs the square root of its rows."""
     distances, weights = list[float](), list[float]()
     for _, left, others in _left_out(residuals):
-        distances += _outside(cells_of(others), left)
+        distances += _outside(cells_of(others, share), left)
         weights += [len(left) ** -0.5] * len(left)
     if not distances:
         return 0.0
@@ -138,17 +151,17 @@ class Coverage(NamedTuple):
     one_width: float  #: the same of one band for all rows, of the same coverage rule
 
 
-def cells_within(few: Sequence[Residual]) -> dict[_Cell, Cell]:
+def cells_within(few: Sequence[Residual], share: _Share = by_publishers) -> dict[_Cell, Cell]:
     """Return the bands of runs of at most 256 requests in flight."""
-    return _grown(cells_of(few), growth_of(few))
+    return _grown(cells_of(few, share), growth_of(few, share))
 
 
 def beyond(few: Sequence[Residual], many: Sequence[Residual]) -> dict[_Cell, Cell]:
     """Return the bands of runs of more than 256 requests in flight: of each cell the hull of the
     cell's residuals and of the band of the narrowest cell of fewer requests that is like it."""
-    within = cells_within(few)
+    within = cells_within(few, by_rows)
     cells = {}
-    for path, cell in cells_of(many).items():
+    for path, cell in cells_of(many, by_rows).items():
         alike = (LOADS[-2][1], *path[1:]) if path else path
         other = next((within[alike[:d]] for d in range(len(alike), -1, -1) if alike[:d] in within),
                      cell)  # fmt: skip
