@@ -80,7 +80,7 @@ class Core:
         self.config, self.speed, self.lag = config, speed, lag
         self.simulation = Simulation(config, arrivals=False, prefixes=True, on_blocks=on_blocks)
         self.cluster = self.simulation.cluster
-        self._role = role
+        self.role = role
         engines = self.cluster.cluster.arrays.engines
         of_role = engines.pool_of == ("prefill", "decode").index(role) if role else slice(None)
         #: Numbers of the engines that it stands for.
@@ -110,7 +110,7 @@ class Core:
     def waiting(self) -> int:
         """Requests that no engine has begun to compute."""
         numbers = np.fromiter(self.open, np.int64)
-        begun = "decode_start_s" if self._role == "decode" else "prefill_start_s"
+        begun = "decode_start_s" if self.role == "decode" else "prefill_start_s"
         return int((self.cluster.requests[begun][numbers] < 0.0).sum())
 
     def engines(self) -> list[tuple[int, int, float]]:

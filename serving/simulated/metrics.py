@@ -81,22 +81,25 @@ class Metrics(http.Registry):
         #: What is collected besides: of KV events.
         self.more: Callable[[], Iterable[Any]] = tuple
 
+        own = {"model_name": model} | ({"engine": "0"} if dialect.prefix == "vllm:" else {})
+        self._own = tuple(own.values())
+
         def made(kind: Any, vllm: str, text: str, labels: list[str], **more: Any) -> Any:
             name = dialect.name(vllm)
             return None if name is None else kind(
-                name, text, ["model_name", *labels], registry=self.registry, **more
+                name, text, [*own, *labels], registry=self.registry, **more
             )  # fmt: skip
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Callable[[float], None]:
             found = made(self.library.Histogram, name, text, [], buckets=buckets)
             observe: Callable[[float], None] = _nothing if found is None else (
-                found.labels(model).observe
+                found.labels(*self._own).observe
             )  # fmt: skip
             return observe
 
         def counter(name: str, text: str) -> Callable[[float], None]:
             found = made(self.library.Counter, name, text, [])
-            return _nothing if found is None else found.labels(model).inc
+            return _nothing if found is None else found.labels(*self._own).inc
 
         self._ttft = histogram(
             "time_to_first_token_seconds", "Time to first token.", dialect.ttft_s
@@ -105,12 +108,17 @@ class Metrics(http.Registry):
         self._tpot = histogram(tpot, "Time an output token of a request.", dialect.itl_s)
         self._itl = histogram("inter_token_latency_seconds", "Between tokens.", dialect.itl_s)
         self._e2e = histogram("e2e_request_latency_seconds", "Of whole requests.", dialect.e2e_s)
+        self._queue, self._prefill, self._decode, self._inference = (
+            histogram(f"request_{part}_time_seconds", f"Time in {part}.", dialect.e2e_s)
+            for part in ("queue", "prefill", "decode", "inference")
+        )
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
         self._output = histogram("request_generation_tokens", "Output tokens.", _TOKENS)
         self._prompts = counter("prompt_tokens", "Prompt tokens.")
         self._outputs = counter("generation_tokens", "Output tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found.")
+        self._preemptions = counter("num_preemptions", "Preemptions.")
         text, kind = "Requests by their end.", self.library.Counter
         self._success = made(kind, "request_success", text, ["finished_reason"])
         self._requests = self._aborted = _nothing
@@ -133,10 +141,11 @@ class Metrics(http.Registry):
         assert self._core is not None
         record = self._core.cluster.requests[stream.number]
         self._outputs(stream.given)
+        self._preemptions(float(record["preemptions"]))
         completed = outcome == "completed"
         if self._success is not None:
             reason = stream.reason if completed else "abort"
-            self._success.labels(self._model, reason).inc()
+            self._success.labels(*self._own, reason).inc()
         self._requests(1.0)
         if not completed:
             self._aborted(1.0)
@@ -147,10 +156,15 @@ class Metrics(http.Registry):
             self._hits(self._core.cached_tokens(stream))
         self._prompt(stream.prompt_len)
         self._output(stream.output_len)
-        moments = (record[name] for name in ("arrival_s", "first_token_s", "finish_s"))
-        arrival, first, last = map(float, moments)
+        begins = "decode_start_s" if self._core.role == "decode" else "prefill_start_s"
+        moments = (record[name] for name in ("arrival_s", begins, "first_token_s", "finish_s"))
+        arrival, begun, first, last = map(float, moments)
         self._ttft(first - arrival)
         self._e2e(last - arrival)
+        self._queue(begun - arrival)
+        self._prefill(first - begun)
+        self._decode(last - first)
+        self._inference(last - begun)
         if stream.output_len > 1:
             self._tpot((last - first) / (stream.output_len - 1))
         before = first

@@ -56,6 +56,9 @@ FAULTS = [
     ("/metrics 5 s late", 62, 67, 1, "delay_metrics", {"seconds": 5}, {"seconds": 0}),
 ]
 END_S, RATE, LATE_S, GIVE_UP_S = 72.0, 8.0, 1.0, 10.0
+#: Output tokens under faults, and how long such a stream lasts, s: some three are in flight in each
+#: engine.
+STREAM_LEN, STREAM_S = 200, 2.0
 
 
 def gateway_command(name, policy, port, metrics, urls):
@@ -114,13 +117,13 @@ async def is_up(url, text=""):
     raise TimeoutError(url)
 
 
-async def ask(session, url, text, at_s, begun_s):
+async def ask(session, url, text, at_s, begun_s, output_len):
     """Send a streamed request at a moment; return when it was sent, what came of it and its TTFT.
 
     What came of it is ``ok``, a status, ``broken`` or ``no token``.
     """
     await asyncio.sleep(max(0.0, begun_s + at_s - time.monotonic()))
-    body = {"model": MODEL, "prompt": text, "max_tokens": OUTPUT_LEN, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": text, "max_tokens": output_len, "ignore_eos": True}
     sent_s, first_s = time.monotonic(), None
     try:
         async with asyncio.timeout(GIVE_UP_S):
@@ -156,7 +159,7 @@ async def counts(urls):
     return found
 
 
-async def loaded(url, texts, moments, script=()):
+async def loaded(url, texts, moments, script=(), output_len=OUTPUT_LEN):
     """Send requests through a gateway, and run coroutine functions at their moments."""
     begun_s = time.monotonic()
 
@@ -167,7 +170,8 @@ async def loaded(url, texts, moments, script=()):
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         tasks = [asyncio.create_task(act(*step)) for step in script]
-        asked = (ask(session, url, *each, begun_s) for each in zip(texts, moments, strict=True))
+        asked = (ask(session, url, *each, begun_s, output_len)
+                 for each in zip(texts, moments, strict=True))  # fmt: skip
         answers = await asyncio.gather(*asked)
         await asyncio.gather(*tasks)
     return answers
@@ -231,12 +235,13 @@ def faults():
             for _, begins, ends, worker, action, on, off in FAULTS:
                 script.append((begins, lambda w=worker, a=action, b=on: do(admin, w, a, b)))
                 script.append((ends, lambda w=worker, a=action, b=off: do(admin, w, a, b)))
-            answers = asyncio.run(loaded(url, texts, moments, script))
+            answers = asyncio.run(loaded(url, texts, moments, script, STREAM_LEN))
             retries = asyncio.run(retried(metrics))
         nexts = [fault[1] for fault in FAULTS[1:]] + [END_S]
         for (label, begins, *_), until in zip(FAULTS, nexts, strict=True):
-            # Those in flight when it begins are its own: they last half a second.
-            part = [answer for answer in answers if begins - 1 <= answer[0] < until - 1]
+            # Those in flight when it begins are its own.
+            part = [answer for answer in answers
+                    if begins - STREAM_S <= answer[0] < until - STREAM_S]  # fmt: skip
             bad = [(at, came) for at, came, ttft in part
                    if came != "ok" or ttft > LATE_S]  # fmt: skip
             failed = Counter(came for _, came, _ in part if came != "ok")

@@ -340,12 +340,21 @@ def test_metrics_are_those_of_clients_and_quiet_at_the_end():
             samples[sample.name, *labels] = sample.value
     for name in ("prompt_tokens", "generation_tokens"):
         key = name.replace("generation", "completion")
-        assert samples[(f"vllm:{name}_total",)] == sum(usage[key] for usage in usages)
-    assert samples[("vllm:time_to_first_token_seconds_count",)] == 20
-    assert samples[("vllm:inter_token_latency_seconds_count",)] == sum(range(4, 24))
+        assert samples[f"vllm:{name}_total", "0"] == sum(usage[key] for usage in usages)
+    assert samples["vllm:time_to_first_token_seconds_count", "0"] == 20
+    assert samples["vllm:inter_token_latency_seconds_count", "0"] == sum(range(4, 24))
+    assert samples["vllm:num_preemptions_total", "0"] == 0
     records = service.core.cluster.requests[:20]
     ttft = (records["first_token_s"] - records["arrival_s"]).sum()
-    assert samples[("vllm:time_to_first_token_seconds_sum",)] == pytest.approx(ttft)
+    assert samples["vllm:time_to_first_token_seconds_sum", "0"] == pytest.approx(ttft)
+    queue, prefill, decode, inference = (
+        samples[f"vllm:request_{part}_time_seconds_sum", "0"]
+        for part in ("queue", "prefill", "decode", "inference")
+    )
+    assert min(queue, prefill, decode) >= 0.0
+    assert queue + prefill == pytest.approx(ttft)
+    assert prefill + decode == pytest.approx(inference)
+    assert queue + inference == pytest.approx(samples["vllm:e2e_request_latency_seconds_sum", "0"])
     for engine in "012":
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert samples[f"vllm:{name}", engine] == 0
