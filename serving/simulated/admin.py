@@ -51,8 +51,8 @@ class Admin:
 
         text, name = request.match_info["number"], request.match_info["action"]
         if not (text.isascii() and text.isdecimal() and int(text[:6]) < len(self._services)):
-            most = len(self._services) - 1
-            return http.error_answer(404, f"worker {text[:20]!r} (allowed: 0 to {most})")
+            last = len(self._services) - 1
+            return http.error_answer(404, f"worker {text[:20]!r} (allowed: 0 to {last})")
         if name not in self._actions:
             return http.error_answer(404, f"{name[:40]!r} (allowed: {', '.join(self._actions)})")
         act, field, least, most = self._actions[name]
