@@ -181,7 +181,11 @@ class _Proxy:
         to = Route(request.path, headers, number, name)
         fleet, signatures = self._fleet, self._signatures
         write = self._log.write if self._log is not None else None
-        return await RequestHandler(fleet, signatures, write, body, to, self.intake).run(request)
+        handler = RequestHandler(fleet, signatures, write, body, to, self.intake)
+        answer, outcome = await handler.run(request)
+        if not answer.prepared:
+            answer.headers["X-Request-Id"] = name
+        return answer, outcome
 
 
 def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:

@@ -255,6 +255,7 @@ class RequestHandler:
             self._counters.added_s(max(0.0, total_s - self._elsewhere_s))
         if not reply.streams:
             return _whole(reply), "ok" if reply.status < 400 else "refused"
+        reply.headers["X-Request-Id"] = self._name
         answer = import_aiohttp().web.StreamResponse(status=reply.status, headers=reply.headers)
         limit_s, part, at_engine = self._config.token_timeout_s, reply.first, False
         try:

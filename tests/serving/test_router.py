@@ -61,6 +61,7 @@ def test_answers_pass_as_they_are(tmp_path):
                                 (answer.status, answer.content_type, await answer.read())
                             )
                     assert answers[0] == answers[1]
+                    assert answer.headers["X-Request-Id"] == "mine"
                     assert engine.seen[-1] == engine.seen[-2]
                     assert engine.headers[-1]["Authorization"] == "Bearer sk-secret"
                     assert engine.headers[-1]["X-Request-Id"] == "mine"
