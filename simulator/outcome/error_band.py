@@ -158,7 +158,7 @@ def _rests_on(cell: Mapping[str, Any]) -> str:
     """Say which runs a cell's band rests on, and where wider cells decide."""
     said = f"{_count(cell['rows'], 'run')} by {_count(cell['publishers'], 'publisher')}"
     said += f" ({cell['of']})"
-    return said + ", wider cells decide" * (cell["publishers"] == 1)
+    return said + ", wider cells decide" * int(cell["publishers"] == 1)
 
 
 def _count(n: int, what: str) -> str:
