@@ -66,7 +66,7 @@ class Rule:
         if not order:
             loads: list[int] = workers.loads.tolist()
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)
-        score = self._scores(workers)
+        signals, score = self.signals, self._scores(workers)
         place = min(order, key=lambda i: score[self.workers[i]])
         if self.rng is not None:
             least = score[self.workers[place]]
@@ -74,7 +74,7 @@ class Rule:
             place = tied[int(self.rng.integers(len(tied)))]
         if self.in_turn:
             self.turn = (place + 1) % len(self.workers)
-        if self.signals:
+        if signals:
             self._sent[self.workers[place]] += 1.0
         return self.workers[place]
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError, needed
-from eldr_sim.guard import Guard, middleware, shown_url
+from eldr_sim.guard import Guard, shown_url
 
 _MIB = 1 << 20
 
@@ -144,11 +144,7 @@ def application(
     from aiohttp import web
 
     logging.getLogger("aiohttp.server").addFilter(is_our_error)
-    middlewares = [
-        web.middleware(in_json),
-        middleware(guard, error_answer),
-        web.middleware(partial(intake.admit)),
-    ]
+    middlewares = [web.middleware(partial(in_json, guard)), web.middleware(partial(intake.admit))]
     app = web.Application(middlewares=middlewares)
     app.cleanup_ctx.append(run)
     for path, answer in posts.items():
@@ -236,21 +232,22 @@ async def _at_rest(sites: Sequence[Site], limit_s: float, at_once: asyncio.Event
                 await asyncio.sleep(0.02)
 
 
-async def in_json(request: Any, handler: Any) -> Any:
-    """Answer all errors in one format, those of unknown paths and methods too."""
-    from aiohttp import web
-
+async def in_json(guard: Guard, request: Any, handler: Any) -> Any:
+    """Answer what the guard lets through, and all errors in one format, those of unknown paths and
+    methods too."""
     try:
-        return await handler(request)
+        problem = guard.problem(request.method, request.headers)
+        return await handler(request) if problem is None else error_answer(*problem)
     except Refused as refused:
         retry = {"Retry-After": "1"} if refused.status in (429, 503) else None
         return error_answer(refused.status, str(refused), retry)
-    except web.HTTPException as error:
+    except import_aiohttp().web.HTTPException as error:
         return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
     except ConnectionError:
         if request.transport is not None and not request.transport.is_closing():
             raise
-        return web.Response(status=499)  # the client has left; aiohttp would log a traceback
+        # The client has left; aiohttp would log a traceback.
+        return import_aiohttp().web.Response(status=499)
 
 
 def is_our_error(record: logging.LogRecord) -> bool:

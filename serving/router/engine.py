@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -139,5 +140,4 @@ def out_of_files(error: BaseException) -> bool:
     return getattr(cause, "errno", None) in _OUT_OF_FILES
 
 
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+_now_s = time.monotonic  # the clock of asyncio's loops

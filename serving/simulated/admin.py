@@ -3,10 +3,11 @@ listens on the loopback address only."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.guard import Guard, middleware
+from eldr_sim.guard import Guard
 from eldr_sim.inputs import parse_json
 from eldr_sim.serving import http
 from eldr_sim.serving.simulated.server import Service
@@ -33,10 +34,8 @@ class Admin:
         """Return the ``aiohttp.web.Application``."""
         from aiohttp import web
 
-        checked = middleware(Guard(), http.error_answer)
-        app = web.Application(
-            client_max_size=_MOST_BYTES, middlewares=[web.middleware(http.in_json), checked]
-        )
+        checked = web.middleware(partial(http.in_json, Guard()))
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[checked])
         app.router.add_get("/workers", self._list)
         app.router.add_post("/workers/{number}/{action}", self._act)
         return app

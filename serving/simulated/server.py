@@ -102,7 +102,8 @@ class Service:
             "/v1/models": self._models, "/health": self._health, "/ping": self._health,
             "/health_generate": self._health, "/metrics": self._metrics, "/load": self._load,
             "/version": self._version, "/get_model_info": self._model_info,
-            "/get_server_info": self._server_info,
+            "/model_info": self._model_info, "/get_server_info": self._server_info,
+            "/server_info": self._server_info, "/get_load": self._loads,
         }  # fmt: skip
         return tuple({path: partial(self._alive, handler) for path, handler in some.items()}
                      for some in (posts, gets))  # type: ignore[return-value] # fmt: skip
@@ -193,6 +194,21 @@ class Service:
         from aiohttp import web
 
         return web.json_response({"server_load": len(self.core.open)})
+
+    async def _loads(self, _request: Any) -> Any:
+        """Answer with the load of each engine, as SGLang."""
+        from aiohttp import web
+
+        size, blocks = self.core.config.engine.block_size, self.core.kv_blocks()
+        return web.json_response([
+            {
+                "dp_rank": rank, "num_reqs": running + waiting, "num_waiting_reqs": waiting,
+                "num_tokens": round(usage * n) * size,
+            }
+            for rank, ((running, waiting, usage), n) in enumerate(
+                zip(self.core.engines(), blocks, strict=True)
+            )
+        ])  # fmt: skip
 
     async def _model_info(self, _request: Any) -> Any:
         from aiohttp import web

@@ -199,7 +199,8 @@ def test_other_paths_of_engines():
     async def talk(session, _url):
         found = {}
         for path in ("/version", "/ping", "/load", "/get_model_info", "/get_server_info",
-                     "/health_generate", "/v1/models"):  # fmt: skip
+                     "/model_info", "/server_info", "/get_load", "/health_generate",
+                     "/v1/models"):  # fmt: skip
             async with session.get(path) as answer:
                 text = await answer.text()
                 found[path] = answer.status, json.loads(text) if text else None
@@ -212,6 +213,9 @@ def test_other_paths_of_engines():
     found = against(Service(CONFIG, speed=SPEED, adapters=["mine"]), talk)
     assert {found[path][0] for path in found if path.startswith("/")} == {200}
     assert [model["id"] for model in found["/v1/models"][1]["data"]] == ["Qwen3-30B-A3B", "mine"]
+    assert found["/server_info"] == found["/get_server_info"]
+    idle = {"num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    assert found["/get_load"][1][0] == idle | {"dp_rank": 0}
     assert found["tokens"]["count"] == 3
     assert found["text"] == 400
 

@@ -1,7 +1,7 @@
 """Benchmark clients that others have built against the simulated server; `-m live`, where they are.
 
 Each is a command on the path, or named by an environment variable: ``VLLM``,
-``GUIDELLM`` or ``AIPERF``. What a client counts is what the server has served.
+``GUIDELLM``, ``AIPERF`` or ``INFERENCE_PERF``. What a client counts is what the server has served.
 """
 
 import json
@@ -25,7 +25,7 @@ CONFIG = RunConfig(
 
 
 def command_of(name):
-    found = os.environ.get(name.upper()) or shutil.which(name)
+    found = os.environ.get(name.upper()) or shutil.which(name.replace("_", "-"))
     if found is None:
         pytest.skip(f"no {name}: install it, or name it by {name.upper()}")
     return found
@@ -88,6 +88,28 @@ def aiperf(command, url, folder):
     return count, round(count * result["output_sequence_length"]["avg"])
 
 
+def inference_perf(command, url, folder):
+    """Return what inference-perf counts: a constant rate for three seconds."""
+    length = {"type": "fixed", "std_dev": 0, "total_count": N}
+    config = {
+        "api": {"type": "completion", "streaming": True},
+        "data": {
+            "type": "random",
+            "input_distribution": length | dict.fromkeys(("min", "max", "mean"), PROMPT_LEN),
+            "output_distribution": length | dict.fromkeys(("min", "max", "mean"), OUTPUT_LEN),
+        },
+        "load": {"type": "constant", "stages": [{"rate": RATE, "duration": N // RATE}]},
+        "server": {"type": "vllm", "model_name": MODEL, "base_url": url, "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": f"{folder}"},
+        "storage": {"local_storage": {"path": f"{folder}/out"}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))  # JSON is YAML
+    run([command, "--config_file", f"{folder}/config.json"], folder)
+    (file,) = (folder / "out").rglob("summary_lifecycle_metrics.json")
+    done = json.loads(file.read_text())["successes"]
+    return done["count"], round(done["count"] * done["output_len"]["mean"])
+
+
 def run(command, folder):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HOME": f"{folder}"}
     env |= {"HF_HOME": f"{folder}"}
@@ -97,7 +119,7 @@ def run(command, folder):
     assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]
 
 
-@pytest.mark.parametrize("client", [vllm, guidellm, aiperf])
+@pytest.mark.parametrize("client", [vllm, guidellm, aiperf, inference_perf])
 def test_a_client_counts_what_was_served(client, tmp_path):
     command = command_of(client.__name__)
     folder = tokenizer_folder(tmp_path)
