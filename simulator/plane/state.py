@@ -303,6 +303,7 @@ SEQUENCE = np.dtype(
         ("ticket", np.int32),  # its place among those that the engine has admitted
         ("got", np.int64),  # output tokens of its last step
         ("rejected", np.int64),  # drafts of it, where the next one is planned before that is known
+        ("decodes", np.bool_),  # a step has decoded a token of it
         ("room", np.int64),  # tokens up to the longest context
         ("output_len", np.int64),  # of its request
         ("tokens_left", np.int64),  # output tokens still to generate

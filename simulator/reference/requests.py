@@ -88,6 +88,7 @@ class Sequence:
     drafts: int = 0  #: that the next step verifies
     got: int = 0  #: output tokens of its last step
     rejected: int = 0  #: drafts of its last step, which the next one is planned without knowing
+    decodes: bool = False  #: a step has decoded a token of it
 
     @property
     def prompt_done(self) -> bool:

@@ -211,6 +211,13 @@ class Scheduler:
             prompt = sequence in self.prefilling
             if (prompt and defers_prompts) or not (prompt or sequence in self.planned):
                 continue
+            if not prompt:
+                left = min(self.budget(sequence.ticket), longest)
+                if left <= 0:
+                    self.sit_out(sequence.ticket - 1)
+                    break
+                sequence.tokens = int(min(sequence.tokens, left))
+                sequence.drafts = min(sequence.drafts, sequence.tokens - 1)
             while self.lacking(sequence, longest) > len(self.kv.pool.free):
                 preempts, victim = True, self.victim()
                 self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
@@ -246,6 +253,7 @@ class Scheduler:
             return
         if victim in self.prefilling:
             self.prefilling.remove(victim)
+            self.kv.cache_blocks(request, victim.cached)
         else:
             self.leave_batch(victim)
             unknown = victim.got * self.frees_late if scheduled else 1 + self.unprocessed(victim)
@@ -387,7 +395,7 @@ class Scheduler:
         it is padded to the size of a verify step if running sequences decode and none computes its
         context (vLLM: ``pad_spec_decode``). ``cached``: its tokens that have KV."""
         before = [s for s in self.running if s.ticket <= self._last]
-        if any(s.chunk or s in self.joined for s in before):
+        if any(s.chunk or (s in self.joined and not s.decodes) for s in before):
             return 0
         beside = cached > 0 or self.riding or any(s in self.decoding for s in before)
         fits = cached + self.placeholders + 2 <= self.spec.max_model_len
@@ -399,10 +407,11 @@ class Scheduler:
         places = self.engine.max_num_seqs - len(self.leaving) - self.n_gone
         return len(self.running) < places and self.budget() >= tokens
 
-    def budget(self) -> int:
-        """Return the tokens that the next step has room for (``max_num_batched_tokens``)."""
+    def budget(self, before: float = math.inf) -> int:
+        """Return the tokens that the next step has room for (``max_num_batched_tokens``), beside
+        prompts and the sequences admitted ``before`` a ticket: those behind take what is left."""
         tokens = sum(s.chunk for s in self.running)
-        tokens += sum(s.tokens for s in self.decoding) + sum(s.tokens for s in self.riding)
+        tokens += sum(s.tokens for s in self.decoding + self.riding if s.ticket < before)
         return self.engine.max_num_batched_tokens - tokens
 
     def longest_chunk(self) -> float:
@@ -435,7 +444,7 @@ class Scheduler:
     def next_chunk(self, sequence: Sequence, most: float) -> tuple[int, bool]:
         """Return how many tokens more of a context the next step has room for, ``most`` of one
         prompt, and whether it decodes the next token then."""
-        budget = self.budget()
+        budget = self.budget(sequence.ticket)
         left = sequence.context - sequence.cached - sequence.chunk
         chunk = int(max(0, min(left, budget, most - sequence.chunk)))
         if chunk < left or self.only_prompts or sequence.chunk + chunk + sequence.tokens > most:

@@ -208,7 +208,7 @@ class Worker:
         batch, scheduler.riding = batch[len(scheduler.riding) :], []
         joined, scheduler.joined = scheduler.joined, []
         for sequence in batch:
-            sequence.got = 1
+            sequence.got, sequence.decodes = 1, True
             if self.speculation is not None:
                 sequence.got = self.speculation.outputs(sequence)
             sequence.rejected = sequence.tokens - sequence.got if scheduler.frees_late else 0
@@ -223,6 +223,8 @@ class Worker:
         for sequence in chunked:
             sequence.cached += sequence.chunk
             sequence.chunk = 0
+        for sequence in scheduler.prefilling:  # the outputs of those that sat it out are known now
+            sequence.got = sequence.rejected = 0
         for sequence in batch:
             request = sequence.request
             sequence.cached = sequence.context = sequence.context + sequence.got

@@ -81,7 +81,8 @@ def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances:
         raise InputError("ffn_ranks", problem, "more FFN GPUs")
 
 
-_PAGE = 16  # tokens by which vLLM enlarges blocks of models that keep states
+#: Tokens by which vLLM enlarges blocks of models that keep states: the kernels of MLA need 128.
+_PAGES = {"gqa": 16, "mla": 128}
 
 
 def state_block_size(shard: ModelDims, block_size: int) -> int:
@@ -92,11 +93,17 @@ def state_block_size(shard: ModelDims, block_size: int) -> int:
     if not shard.n_linear_layers:
         return block_size
     token = shard.kv_bytes_per_token_layer() - shard.index_bytes_per_token
-    return max(block_size, _PAGE * math.ceil(shard.layer_state_bytes / (_PAGE * token)))
+    page = _PAGES[shard.attention]
+    return max(block_size, page * math.ceil(shard.layer_state_bytes / (page * token)))
 
 
 def state_blocks(shard: ModelDims, block_size: int) -> int:
-    """Return the KV blocks of a GPU that the states of a request's linear attention take."""
+    """Return the KV blocks of a GPU that the states of a request's linear attention take.
+
+    Where a layer's block is as large as its state, states stand in groups of as many layers as
+    have full attention, one block a group (vLLM's ``_get_kv_cache_groups_uniform_page_size``)."""
+    if shard.n_linear_layers and block_size >= state_block_size(shard, 1):
+        return -(-shard.n_linear_layers // shard.n_full_layers)
     return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))
 
 
@@ -168,6 +175,9 @@ def windows_of(
     ``vllm/config/vllm.py``). Workers that hand KV caches over share one layout, so one pool with an
     older version, or with another engine, decides for all."""
     whole = settings.disable_hybrid_kv_cache_manager
+    if whole and model.n_linear_layers:
+        problem = f"true, and {model.name} keeps states beside its contexts"
+        raise InputError("disable_hybrid_kv_cache_manager", problem, "false")
     if whole is None:
         whole = handed_over and any(
             (pool.engine or settings.engine) != "vllm" or before(pool.engine_version, 0, 22)

@@ -1,5 +1,6 @@
-"""KV capacity against vLLM's own `get_kv_cache_configs`, for every model of the catalogue whose
-layers keep keys and values alone: with the hybrid KV cache manager and without.
+"""KV capacity against vLLM's own `get_kv_cache_configs`, for every model of the catalogue but those
+of compressed attention: with the hybrid KV cache manager and without. Models with states have no
+row without it, because vLLM refuses that.
 
 ``vllm_kv_blocks.csv`` holds what vLLM 0.32.0 returned on 29 November 2026; ``VLLM_PYTHON`` lets it
 do so again."""
@@ -13,41 +14,54 @@ from pathlib import Path
 
 import pytest
 
+from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
+from eldr_sim.simulator.setup.config.run_config import make_config
+from eldr_sim.simulator.setup.memory import (
+    NO_WINDOWS,
+    state_block_size,
+    state_blocks,
+    window_blocks,
+)
+from eldr_sim.simulator.setup.prepare import prepare
 
 from ..on_each import on_each
 
 _HERE = Path(__file__).parent
-_FREE, _SIZE = 20 * 2**30, 16
+_FREE, _SIZE, _LONGEST = 20 * 2**30, 16, 8192
+_NAMES = ("block_size", "blocks", "groups", "tokens", "blocks_of_request")
 
 
 def compared():
-    """Return the models without states, compressed contexts and index keys."""
-    models = map(load_model, list_models())
-    return [m for m in models if not (m.n_linear_layers or m.compressed_layers or m.index_topk)]
+    """Return the models without compressed contexts (DeepSeek-V4)."""
+    return [m for m in map(load_model, list_models()) if not m.compressed_layers]
 
 
 def layers_of(model):
-    """Return the layers of a model as the script takes them, both kinds in turn."""
-    n, n_bytes, layers = model.n_layers, 1 if model.kv_cache_dtype == "fp8" else 2, []
+    """Return the layers of a model as the script takes them, those of attention in turn."""
+    n, n_bytes = model.n_layers - model.n_linear_layers, 1 if model.kv_cache_dtype == "fp8" else 2
+    layers = []
     for i in range(n):
         sliding = i * model.n_sliding_layers // n != (i + 1) * model.n_sliding_layers // n
         _, heads, keys = model.heads(sliding)
         values = model.value_width(sliding)
         if model.attention == "mla":
             heads, keys, values = 0, model.kv_lora_rank + model.qk_rope_head_dim, 0
-        layers.append((sliding, heads, keys, values, n_bytes, model.sliding_window))
-    return layers
+        kind = "sliding" if sliding else "full"
+        layers.append((kind, heads, keys, values, n_bytes, model.sliding_window))
+    index = round(model.index_bytes_per_token * model.n_full_layers / max(model.n_indexers, 1))
+    layers += [("index", 0, index, 0, 1, 0)] * (model.n_indexers if index else 0)
+    return layers + [("state", 1, model.layer_state_bytes, 0, 1, 0)] * model.n_linear_layers
 
 
 def our_tokens(model, hybrid):
     """Return the tokens of the blocks of full attention."""
-    windows = window_blocks(model, _SIZE) if hybrid else NO_WINDOWS
+    size = state_block_size(model, _SIZE)
+    windows = window_blocks(model, size) if hybrid else NO_WINDOWS
     token = model.kv_bytes_per_token
     if windows.most:
         token = math.ceil(token / (1.0 + windows.share))
-    return _FREE // (_SIZE * token) * _SIZE
+    return _FREE // (size * token) * size
 
 
 def recorded():
@@ -59,20 +73,34 @@ def recorded():
 def test_our_capacity_equals_vllms(model):
     row = recorded()[model.name]
     assert our_tokens(model, hybrid=True) == int(row["hybrid_tokens"])
-    assert our_tokens(model, hybrid=False) == int(row["whole_tokens"])
+    if not model.n_linear_layers:
+        assert our_tokens(model, hybrid=False) == int(row["whole_tokens"])
+        return
+    size = state_block_size(model, _SIZE)
+    assert size == int(row["hybrid_block_size"])
+    of_request = -(-_LONGEST // size) + state_blocks(model, size)
+    assert of_request == int(row["hybrid_blocks_of_request"])
+
+
+def test_states_need_the_hybrid_manager():
+    config = make_config({
+        "model": "Qwen3.6-27B-NVFP4", "gpu": "B200", "topology": "1C",
+        "disable_hybrid_kv_cache_manager": True,
+    })  # fmt: skip
+    with pytest.raises(InputError, match="keeps states beside its contexts"):
+        prepare(config)
 
 
 @pytest.mark.live
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM")
 def test_vllm_does_what_was_recorded():
     models = {model.name: layers_of(model) for model in compared()}
-    given = json.dumps({"free": _FREE, "block_size": _SIZE, "models": models})
+    given = json.dumps({"free": _FREE, "block_size": _SIZE, "longest": _LONGEST, "models": models})
     command = [os.environ["VLLM_PYTHON"], str(_HERE / "vllm_kv_blocks.py")]
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)["models"]
-    names = ("blocks", "groups", "tokens")
-    header = ["model", *(f"hybrid_{name}" for name in names), *(f"whole_{name}" for name in names)]
+    header = ["model", *(f"{of}_{name}" for of in ("hybrid", "whole") for name in _NAMES)]
     rows = [header] + [[name, *map(str, on), *map(str, off)] for name, (on, off) in found.items()]
     text = "".join(",".join(row) + "\n" for row in rows)
     if "VLLM_RECORD" in os.environ:

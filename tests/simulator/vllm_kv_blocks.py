@@ -1,9 +1,11 @@
 """KV blocks by vLLM's own `get_kv_cache_configs`, without a model or a GPU.
 
-Run by a Python that has vLLM 0.32. Standard input holds JSON: ``free`` bytes, ``block_size`` and
-``models``, each with its layers as (sliding, KV heads, width of keys, width of values, bytes of a
-value, window; no KV heads: MLA). For each model, the blocks, the groups of layers and the tokens
-that the blocks of full attention hold are written, with the hybrid KV cache manager and without."""
+Run by a Python that has vLLM 0.32. Standard input holds JSON: ``free`` bytes, ``block_size``,
+``longest`` and ``models``, each with its layers as (kind, KV heads, width of keys, width of values,
+bytes of a value, window; no KV heads: MLA; a layer with a state: its bytes as width of keys). For
+each model, the tokens of a block, the blocks, the groups of layers, the tokens that the blocks of
+full attention hold, and the blocks that a request of ``longest`` tokens takes are written, with the
+hybrid KV cache manager and without."""
 
 import json
 import os
@@ -23,23 +25,30 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.attention.backends.utils import _DEFAULT_LAYOUT_PREFERENCE, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 try:
     from .vllm_scheduler import _MODEL
 except ImportError:
     from vllm_scheduler import _MODEL
 
-_LONGEST = 8192
+#: Tokens by which `Platform._align_hybrid_block_size` enlarges blocks, by whether they are MLA's.
+_ALIGNMENT = {False: 16, True: 128}
 
 
-def config_of(folder, size, off):
+def config_of(folder, size, longest, off):
     model = ModelConfig(
-        model=folder, skip_tokenizer_init=True, max_model_len=_LONGEST, dtype="bfloat16"
+        model=folder, skip_tokenizer_init=True, max_model_len=longest, dtype="bfloat16"
     )
     scheduling = SchedulerConfig(
-        max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=_LONGEST,
+        max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=longest,
         is_encoder_decoder=False,
     )  # fmt: skip
     made = VllmConfig(
@@ -47,38 +56,71 @@ def config_of(folder, size, off):
         cache_config=CacheConfig(block_size=size), device_config=DeviceConfig("cpu"),
     )  # fmt: skip
     made.scheduler_config.disable_hybrid_kv_cache_manager = off  # a CPU has none
-    made.cache_config.kv_cache_layout = "LBNHC"  # the engine core sets it; blocks are the same
     return made
 
 
-def spec_of(layer, size):
-    sliding, heads, keys, values, n_bytes, window = layer
+def spec_of(layer, size, padded=None):
+    """Return vLLM's spec of a layer. ``padded``: bytes of a block, to which states are padded."""
+    kind, heads, keys, values, n_bytes, window = layer
+    if kind == "state":
+        return MambaSpec(
+            shapes=((keys,),), dtypes=(torch.uint8,), block_size=size, page_size_padded=padded
+        )
     about = {"block_size": size, "head_size": keys}
-    about["dtype"] = torch.float8_e4m3fn if n_bytes == 1 else torch.bfloat16
+    about["dtype"] = {1: torch.float8_e4m3fn, 2: torch.bfloat16}[n_bytes]
+    if kind == "index":
+        about["dtype"] = torch.uint8
     if not heads:
         return MLAAttentionSpec(**about, num_kv_heads=1)
     about |= {"num_kv_heads": heads, "head_size_v": values}
-    return (
-        SlidingWindowSpec(**about, sliding_window=window) if sliding else FullAttentionSpec(**about)
-    )
+    if kind == "sliding":
+        return SlidingWindowSpec(**about, sliding_window=window)
+    return FullAttentionSpec(**about)
+
+
+def block_of(layers, size):
+    """Return the tokens and bytes of a block as large as a state, if there are any
+    (`Platform._align_hybrid_block_size`)."""
+    states = [spec_of(layer, 1).page_size_bytes for layer in layers if layer[0] == "state"]
+    if not states:
+        return size, None
+    attention = next(layer for layer in layers if layer[0] == "full")
+    token, by = spec_of(attention, 1).page_size_bytes, _ALIGNMENT[not attention[1]]
+    size = max(size, by * -(-max(states) // (by * token)))
+    return size, size * token
 
 
 def blocks_of(config, layers, given):
-    specs = {f"model.layers.{i}.attn": spec_of(layer, given["block_size"])
+    size, padded = block_of(layers, given["block_size"])
+    specs = {f"model.layers.{i}.attn": spec_of(layer, size, padded)
              for i, layer in enumerate(layers)}  # fmt: skip
+    if config.scheduler_config.disable_hybrid_kv_cache_manager and padded:
+        return [""] * 5  # vLLM refuses it: states cannot be kept as contexts
+    layouts = [layout.name for layout in _DEFAULT_LAYOUT_PREFERENCE]
+    if padded and any(layer[0] == "index" for layer in layers):
+        layouts.remove("LBNHC")  # states and index keys fit one pool in other layouts alone
+        layouts.remove("LBHNC")
+    config.cache_config.kv_cache_layout = None
+    resolve_kv_cache_layout(config, [layouts], specs.values())
     found = get_kv_cache_configs(config, [specs], [given["free"]])[0]
     full = [g.kv_cache_spec.block_size for g in found.kv_cache_groups
-            if not isinstance(g.kv_cache_spec, SlidingWindowSpec)]  # fmt: skip
-    return [found.num_blocks, len(found.kv_cache_groups), found.num_blocks * full[0]]
+            if not isinstance(g.kv_cache_spec, SlidingWindowSpec | MambaSpec)]  # fmt: skip
+    of_request = round(found.num_blocks / get_kv_cache_capacity(config, found)[1])
+    return [
+        full[0], found.num_blocks, len(found.kv_cache_groups), found.num_blocks * full[0],
+        of_request,
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
     out, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
     given = json.load(sys.stdin)
     with tempfile.TemporaryDirectory() as folder:
-        about = _MODEL | {"max_position_embeddings": _LONGEST}
+        about = _MODEL | {"max_position_embeddings": given["longest"]}
         (Path(folder) / "config.json").write_text(json.dumps(about))
-        configs = [config_of(folder, given["block_size"], off) for off in (False, True)]
+        configs = [
+            config_of(folder, given["block_size"], given["longest"], off) for off in (False, True)
+        ]
         found = {name: [blocks_of(config, layers, given) for config in configs]
                  for name, layers in given["models"].items()}  # fmt: skip
     json.dump({"version": vllm.__version__, "models": found}, out)

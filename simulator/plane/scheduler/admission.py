@@ -284,7 +284,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
-    sequence.tokens, sequence.got, sequence.rejected = 1, 0, 0
+    sequence.tokens, sequence.got, sequence.rejected, sequence.decodes = 1, 0, 0, False
     if computed == context:
         sequence.tokens += padding(engines, w, computed)
     sequence.drafts = 0

@@ -28,6 +28,32 @@ def budget_left(engines: Engines, w: int) -> Any:
 
 
 @compiled()
+def decodes_in_turn(pool: Any) -> Any:
+    """Whether prompts may leave a decoding sequence too few tokens: behind a prompt that is delayed
+    or that the threshold cuts, others are admitted, and later the prompt needs more, or they draft.
+    """
+    cuts = pool.drafts > 0 and pool.long_prefill_token_threshold > 0
+    return bool(
+        pool.mixed_steps and not pool.fewest_first and (cuts or pool.prefill_schedule_interval > 1)
+    )
+
+
+@compiled()
+def budget_before(engines: Engines, w: int, ticket: int) -> Any:
+    """Return the tokens that the next step has room for beside prompts and the sequences that were
+    admitted before ``ticket``: those behind take what is left."""
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    left = budget_left(engines, w)
+    if decodes_in_turn(engines.pools[engines.pool_of[w]]):
+        places = len(sequences) // 2
+        for k in range(worker.batch + worker.riding):
+            sequence = sequences[k if k < worker.batch else places + k - worker.batch]
+            if sequence.ticket >= ticket:
+                left += sequence.tokens
+    return left
+
+
+@compiled()
 def longest_chunk(engines: Engines, w: int) -> Any:
     """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
     worker, requests = engines.workers[w], engines.requests
@@ -57,7 +83,8 @@ def lookahead_slots(engines: Engines, w: int, tokens: int) -> Any:
 def next_chunk(engines: Engines, w: int, i: int, most: int) -> tuple[Any, Any]:
     """Return how many tokens more of a sequence's context the next step has room for, ``most`` of
     one prompt, and whether it decodes the next token then."""
-    sequence, budget = engines.sequences[w, i], budget_left(engines, w)
+    sequence = engines.sequences[w, i]
+    budget = budget_before(engines, w, sequence.ticket)
     left = sequence.todo - sequence.chunk
     chunk = max(_NONE, min(left, min(budget, most - sequence.chunk)))
     joins = chunk == left and not only_prompts(engines, w)

@@ -31,7 +31,7 @@ from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
 from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.scheduler.admission import admit, what_stopped
-from eldr_sim.simulator.plane.scheduler.chunks import budget_left
+from eldr_sim.simulator.plane.scheduler.chunks import budget_left, decodes_in_turn
 from eldr_sim.simulator.plane.scheduler.preemption import lacks_blocks, preempt, unprocessed
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
 from eldr_sim.simulator.plane.steps.executor import has_step
@@ -206,8 +206,13 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
-    while pool.mixed_steps and lacks_blocks(engines, w, not (defers or worker.one_step)):
-        preempt(clock, engines, w, not (defers or worker.one_step))
+    in_turn = decodes_in_turn(pool)
+    in_turn = in_turn and (worker.prefilling > 0 or pool.long_prefill_token_threshold > 0)
+    while pool.mixed_steps and (
+        in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))
+    ):
+        if not preempt(clock, engines, w, not (defers or worker.one_step)):
+            break
         # No request is admitted in this step if there is one; else the engine replans at once.
         worker.one_step, worker.stopped = has_step(worker), what_stopped(engines, w, defers)
         if worker.one_step:

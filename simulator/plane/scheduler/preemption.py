@@ -19,8 +19,10 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     take_slots,
 )
 from eldr_sim.simulator.plane.scheduler.chunks import (
+    budget_before,
     budget_left,
     compute,
+    decodes_in_turn,
     longest_chunk,
     lookahead_slots,
     next_chunk,
@@ -45,7 +47,7 @@ def padding(engines: Engines, w: int, cached: int) -> Any:
         if sequence.ticket > worker.last_admitted:  # admitted in this plan
             continue
         joins = worker.batch - worker.joined <= i < worker.batch
-        if sequence.chunk > 0 or joins:
+        if sequence.chunk > 0 or (joins and not sequence.decodes):
             return _NONE
         beside = beside or i < worker.batch
     if not beside or cached + n + 2 > engines.settings[0].max_model_len:
@@ -82,37 +84,46 @@ def lacks_blocks(engines: Engines, w: int, prompts: bool) -> Any:
 
 
 @compiled()
-def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
-    """Take sequences back until the others have the blocks they need, see `lacks_blocks`."""
+def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> Any:
+    """Take sequences back until the others have the blocks they need, see `lacks_blocks`; returns
+    whether any was."""
     pool = engines.pools[engines.pool_of[w]]
     if pool.mixed_steps and not pool.fewest_first:
-        _schedule_running(clock, engines, w, prompts)
-        return
+        return _schedule_running(clock, engines, w, prompts)
     preempts = False
     while lacks_blocks(engines, w, prompts):
         preempts = True
         _take_back(clock, engines, w, _victim(engines, w), False)
     if preempts and pool.reserve == OF_SHARE:
         _raise_share(engines, w)
+    return preempts
 
 
 @compiled()
-def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
+def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> Any:
     """Give running sequences tokens and KV blocks, in the order of their admission; while blocks
-    lack, preempt (vLLM's `Scheduler.schedule`). If the one that lacks them goes itself, all behind
-    it sit the step out."""
+    lack, preempt (vLLM's `Scheduler.schedule`). If the one that lacks them goes itself, or no
+    tokens are left, all behind it sit the step out. Returns whether one was preempted."""
     worker, sequences, ticket = engines.workers[w], engines.sequences, np.int64(-1)
-    most = longest_chunk(engines, w)
+    most, preempts = longest_chunk(engines, w), False
+    in_turn = decodes_in_turn(engines.pools[engines.pool_of[w]])
     while True:
         i = _admitted_after(engines, w, ticket)
         if i < 0:
-            return
+            return preempts
         ticket = np.int64(sequences[w, i].ticket)
         prompt = worker.batch <= i < worker.batch + worker.prefilling
         if prompt and not prompts:
             continue
+        if in_turn and not prompt:
+            left = min(budget_before(engines, w, ticket), most)
+            if left <= 0:
+                _sit_out(clock, engines, w, ticket - 1)
+                return preempts
+            _cut_drafts(engines, w, i, left)
         lacking = _lacking(engines, w, i, most)
         while lacking > n_free(engines.workers, w):
+            preempts = True
             victim = _victim(engines, w)
             gone = _free_one_ended(engines, w, victim)
             if gone < 0:
@@ -120,12 +131,25 @@ def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> No
                 _take_back(clock, engines, w, victim, gone < ticket)
             if gone == ticket:
                 _sit_out(clock, engines, w, ticket)
-                return
+                return preempts
             i = _admitted_after(engines, w, ticket - 1)  # others may have moved
         if prompt:
             compute(engines, w, i, most)
         else:
             take_slots(engines, w, i)
+
+
+@compiled()
+def _cut_drafts(engines: Engines, w: int, i: int, left: int) -> None:
+    """Let a sequence that decodes, or rides in the step, compute ``left`` tokens at most."""
+    worker, sequence = engines.workers[w], engines.sequences[w, i]
+    cut = max(_NONE, sequence.tokens - left)
+    sequence.tokens -= cut
+    sequence.drafts = min(sequence.drafts, sequence.tokens - 1)
+    if i < worker.batch:
+        worker.tokens -= cut
+    else:
+        worker.riding_tokens -= cut
 
 
 @compiled()
@@ -174,6 +198,7 @@ def _take_back(clock: Any, engines: Engines, w: int, victim: int, scheduled: boo
     if victim >= worker.batch:
         worker.filled -= chunk > 0 and chunk == sequences[w, victim].todo
         worker.prefilling -= 1
+        publish_tokens(engines, w, request, sequences[w, victim].computed)
         release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
     else:
         context = _leave_batch(clock, engines, w, victim)

@@ -257,7 +257,7 @@ def _finish(
             drafts.counts[n_rates + 1] += sequence.drafts
             got = min(found + 1, sequence.tokens_left)
         outputs += got
-        sequence.got = got
+        sequence.got, sequence.decodes = got, True
         sequence.rejected = sequence.tokens - got if pool.frees_late else _NONE
         sequence.free_slots -= got
         sequence.room -= got
@@ -270,6 +270,8 @@ def _finish(
         sequence.drafts = found_drafts(drafts, sequence, next_drafts)
         sequence.tokens = 1 + sequence.drafts
         next_tokens += sequence.tokens
+    for i in range(batch, batch + worker.prefilling):  # those that sat it out are known now
+        sequences[i].got = sequences[i].rejected = 0
     worker.context += outputs
     if blocks > 0:
         take_blank(engines.kv, engines.workers, w, blocks)
