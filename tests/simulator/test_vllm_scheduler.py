@@ -1,7 +1,7 @@
 """Our engine against vLLM's own scheduler, step by step, on random loads.
 
 `vllm_scheduler.py` runs the scheduler and KV manager of vLLM 0.32 on a virtual clock. What it did
-with 54 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
+with 62 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
 (docs/capture.md, "vLLM on a CPU"), lets it do these again, and ``VLLM_LOADS`` more (2,000).
 ``vllm_steps_old.json`` holds loads of older versions with rules that have changed since;
 ``VLLM_PYTHONS`` (``0.30=PYTHON 0.24=PYTHON``) has these, and compares any other version.
@@ -25,6 +25,7 @@ from eldr_sim.kernel_profiles.steps.drafts import Draft
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
+from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
@@ -82,8 +83,16 @@ FEATURES = {
         "threshold": True, "priority": True, "drafts": True, "async": True, "tight": True,
         "shared": True,
     },
+    "states, preemption": {"states": 2, "tight": True, "prefix_caching": False},
+    "states, asynchronous, preemption": {
+        "states": 3, "async": True, "tight": True, "prefix_caching": False,
+    },
+    "states, speculative decoding, asynchronous, preemption": {
+        "states": 2, "drafts": True, "async": True, "tight": True, "prefix_caching": False,
+    },
+    "sliding windows": {"windows": [8, 8]},
 }  # fmt: skip
-_N_RECORDED = 54
+_N_RECORDED = 62
 #: Features with rules that a version does not share with the newest: of 0.30 the threshold, which
 #: also cut the prompt of a lone request, of 0.24 placeholder drafts as well, which it did not have.
 OLD = {
@@ -120,7 +129,10 @@ def case(feature, seed):
     blocks = most + int(rng.choice([0, 1, 3, 8])) if traits.get("tight") else 2000
     settings = {"block_size": size, "seats": seats, "budget": budget, "blocks": blocks,
                 "max_model_len": _LONGEST}  # fmt: skip
-    settings |= {k: traits[k] for k in ("async", "priority", "prefix_caching") if k in traits}
+    names = ("async", "priority", "prefix_caching", "states", "windows")
+    settings |= {k: traits[k] for k in names if k in traits}
+    settings["blocks"] += traits.get("states", 0)
+    settings["blocks"] += most * len(traits.get("windows", ()))
     if traits.get("threshold"):
         settings["threshold"] = int(rng.choice([3, 6, 12]))
     if traits.get("drafts"):
@@ -144,6 +156,13 @@ def with_tokens(given):
             tokens[number * size : (number + 1) * size] = [10 + block] * size
         requests.append(r | {"tokens": tokens})
     return given | {"requests": requests}
+
+
+def windows_of(settings):
+    """Return what windows and states take: a block for each group."""
+    windows, size = settings.get("windows", ()), settings["block_size"]
+    reached = [-(-(window - 1) // size) + 1 for window in windows]
+    return WindowBlocks(len(windows), max(reached, default=0), settings.get("states", 0))
 
 
 @pytest.fixture
@@ -188,7 +207,7 @@ def ours(make_cluster, make_workload):
             max_num_batched_tokens=settings["budget"], n_blocks=settings["blocks"],
             max_model_len=settings["max_model_len"], prompts=False, queue_keys=keys,
             preempt_by_key=keys is not None, async_scheduling=bool(settings.get("async")),
-            threshold=settings.get("threshold"),
+            threshold=settings.get("threshold"), windows=windows_of(settings),
             enable_prefix_caching=settings.get("prefix_caching", True),
         )  # fmt: skip
         return cluster.run()

@@ -6,6 +6,7 @@ blocks, prefix caching and preemption are vLLM's; the clock, the tokens and thei
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -81,7 +83,8 @@ def make_scheduler(folder, settings):
     )
     kind = AsyncScheduler if get("async") else Scheduler
     made = kind(
-        vllm_config=config, kv_cache_config=kv, log_stats=False, block_size=size,
+        vllm_config=config, kv_cache_config=kv, log_stats=False, hash_block_size=size,
+        block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
         structured_output_manager=StructuredOutputManager(config),
     )  # fmt: skip
     made.num_lookahead_tokens = get("lookahead", 0)
@@ -89,12 +92,19 @@ def make_scheduler(folder, settings):
 
 
 def specs(settings):
-    """Return the KV cache groups: full attention, and so many of a sliding window."""
+    """Return the KV cache groups: full attention, and those of sliding windows and of states."""
     size = settings["block_size"]
     about = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [FullAttentionSpec(**about)]
     for window in settings.get("windows", ()):
         groups.append(SlidingWindowSpec(**about, sliding_window=window))
+    page = groups[0].page_size_bytes
+    for _ in range(settings.get("states", 0)):
+        groups.append(
+            MambaSpec(
+                shapes=((page,),), dtypes=(torch.uint8,), block_size=settings["max_model_len"]
+            )
+        )
     return groups
 
 
