@@ -504,7 +504,7 @@ def test_what_is_not_simulated_is_said_in_one_line():
     assert [str(each.message) for each in explicit_fields] == [
         "of the launch line, no options of SGLang 0.5.23, so ignored: quantisation_x",
         "not simulated of the launch line, and may change the answer: swa_prefix_tails",
-        "of the launch line, kernels whose times are those of the tables' kernels: mamba_backend",
+        "of the launch line, kernels timed as those of the tables: mamba_backend",
         "of the launch line, without effect on the answer: host, max_loras_per_batch",
     ]
 

@@ -406,7 +406,7 @@ def test_every_option_of_a_parser_has_one_meaning(engine):
 def test_a_choice_of_kernels_is_named_as_one(engine, options):
     told = read(options, engine=engine, topology="1C")[1]
     name = options.split()[0].strip("-").replace("-", "_").removeprefix("disable_")
-    assert told.startswith("of the launch line, kernels whose times are those of the tables")
+    assert told.startswith("of the launch line, kernels timed as those of the tables")
     assert name in told
 
 

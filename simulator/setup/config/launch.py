@@ -316,7 +316,7 @@ def _warn_of(changes: list[str], idle: list[str], kernels: Iterable[str] = ()) -
     line each."""
     for names, what in (
         (changes, "not simulated of the launch line, and may change the answer"),
-        (kernels, "of the launch line, kernels whose times are those of the tables' kernels"),
+        (kernels, "of the launch line, kernels timed as those of the tables"),
         (idle, "of the launch line, without effect on the answer"),
     ):
         if names:
