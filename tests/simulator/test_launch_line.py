@@ -217,7 +217,7 @@ def test_the_environment_is_part_of_the_line():
     assert config.cluster.all2all_backend == "deepep_ll"
     assert told == ""
     _, told = read(f"VLLM_ATTENTION_BACKEND=FLASHINFER VLLM_LOGGING_LEVEL=DEBUG {line}")
-    assert told.endswith("times are those of the tables' kernels: VLLM_ATTENTION_BACKEND")
+    assert told.endswith("kernels timed as those of the tables: VLLM_ATTENTION_BACKEND")
     assert "LOGGING" not in told
     config, told = read(f"docker run -e VLLM_MOE_DP_CHUNK_SIZE=512 vllm/vllm-openai {MODEL}")
     assert (config.steps.moe_dp_chunk_size, told) == (512, "")
@@ -376,7 +376,7 @@ def test_the_usual_values_of_mechanisms_change_nothing(engine, options):
 def test_every_option_of_a_parser_has_one_meaning(engine):
     """It is a field, refused, without effect, a choice of kernels, or may change the answer; a word
     of a name decides for no option that has a field or a mechanism."""
-    kinds = {"refused": 0, "without effect": 0, "tables' kernels": 0, "may change": 0}
+    kinds = {"refused": 0, "without effect": 0, "kernels timed as": 0, "may change": 0}
     for name in sorted(OPTIONS[engine] - NAMES[engine].keys() - {"config", "speculative_config"}):
         if name in ("optimization_level", "compilation_config", "eplb_config"):
             continue
