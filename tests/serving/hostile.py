@@ -53,6 +53,36 @@ PATHS = (
 )  # fmt: skip
 
 
+#: What is no request, or two of them: other protocols, odd line ends, chunks and lengths that
+#: contradict each other.
+RAW = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 60,
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET /health HTTP/1.0\n\n", b"GET  /health  HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"get /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", b"\r\n\r\n\r\n", b"\0" * 300,
+    b"GET /health\r\n\r\n", b"GET /h\tealth HTTP/1.1\r\n\r\n", b"x" * 70_000,
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n folded: 1\r\nConnection: close\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: a\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    b"GET /health HTTP/1.1\r\n" + b"X: 1\r\n" * 3000 + b"\r\n",
+    b"GET /health HTTP/1.1\r\nNo colon\r\n\r\n", b"GET /health HTTP/1.1\r\nX: a\0b\r\n\r\n",
+    *(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\n" + rest
+        for rest in (
+            b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}\r\n0\r\n\r\n",
+            b"Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n",
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"Transfer-Encoding: chunked\r\n\r\n2;" + b"x" * 9000 + b"\r\n{}\r\n0\r\n\r\n",
+            b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}", b"Content-Length: +2\r\n\r\n{}",
+            b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\n\x1f\x8b\x08\x00",
+        )
+    ),
+)  # fmt: skip
+
+
 def json_value(rng, depth=0):
     """Return a value that JSON may hold, mostly an odd one."""
     kind = rng.random()
@@ -85,7 +115,9 @@ def body(rng):
 
 
 def http_request(rng, port):
-    """Return the bytes of a request, and whether they are a whole one."""
+    """Return the bytes of a request, of several, or of none."""
+    if rng.random() < 0.15:
+        return rng.choice(RAW)
     path, sent = rng.choice(PATHS), body(rng)
     method = rng.choice([b"POST"] * 6 + [b"GET", b"PUT", b"OPTIONS", b"DELETE", b"X"])
     headers = {
@@ -105,11 +137,31 @@ def http_request(rng, port):
     return b"\r\n".join([b"%b %b HTTP/1.1" % (method, path), *lines, b"", sent])
 
 
+#: Other answers than vLLM's, which a proxy, another engine or another version may give.
+OTHER_METRICS = (
+    b"<!doctype html><html><body>502 Bad Gateway</body></html>", b'{"num_requests_waiting": 3}',
+    b"\x1f\x8b\x08\x00" + b"\0" * 40, b"vllm:num_requests_waiting", b"vllm:num_requests_waiting  ",
+    b"vllm:num_requests_waiting 3 # {trace_id=\"a\"} 0.5 1.0\n# EOF\n",
+    b"vllm:num_requests_waiting 3 99999999999999999999999\n",
+    b'vllm:num_requests_waiting{engine="' + b"a" * 20_000 + b'"} 3\n',
+    b'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="-1"} 4\n',
+    "vllm:num_requests_waiting\u20283\u2029vllm:num_requests_running\u00a03".encode(),
+    b'vllm:num_requests_waiting_bucket{le="+Inf"} 3\nvllm:num_requests_waiting_sum NaN\n',
+    b"sglang:num_queue_reqs 3\nsglang:token_usage 1.5\nsglang:num_running_reqs -1\n",
+    b"vllm:num_requests_waiting 9007199254740993\nvllm:num_requests_running 4611686018427387904\n",
+    b'vllm:cache_config_info{num_gpu_blocks="0",block_size="0"} 1\nvllm:kv_cache_usage_perc 2\n',
+    b'vllm:cache_config_info{num_gpu_blocks="1e3",block_size="16.0"} 0\n',
+    b"vllm:num_requests_waiting 1\n" * 2_000,
+)  # fmt: skip
+
+
 def metrics_text(rng):
     """Return what an engine may answer to /metrics, as bytes."""
     kind = rng.random()
     if kind < 0.1:
         return rng.randbytes(rng.randrange(200))
+    if kind < 0.2:
+        return rng.choice(OTHER_METRICS)
     names = [
         "num_requests_waiting",
         "num_requests_running",
@@ -168,6 +220,23 @@ def kv_message(rng):
             b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"\xdf\xff\xff\xff\xff", b"",
             rng.randbytes(40),
         ])]  # fmt: skip
+    if kind < 0.3:
+        events = rng.choice([
+            [msgspec.msgpack.Ext(5, b"x" * 9)], [{"type": msgspec.msgpack.Ext(-1, b"\0" * 4)}],
+            *(
+                [{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+                  "token_ids": [1, 2, 3, 4], "block_size": 2} | more]
+                for more in (
+                    {"block_hashes": [b"\0" * 32, b"\1" * 32]}, {"block_hashes": [1, 1]},
+                    {"parent_block_hash": 1}, {"parent_block_hash": 2}, {"token_ids": [1, 2, 3]},
+                    {"block_size": 4}, {"token_ids": list(range(4000)), "block_size": 2000},
+                    {"token_ids": [2**63, 1, 2, 3]}, {"lora_name": "a"},
+                    {"extra_keys": [["a"], None]},
+                    {"block_hashes": []}, {"block_hashes": [1.0, 2.0]}, {"block_hashes": [-1, -2]},
+                )
+            ),
+        ])  # fmt: skip
+        return [b"", rng.randbytes(8), msgspec.msgpack.encode([0.0, events, None])]
     events = []
     for _ in range(rng.randrange(3)):
         stored = {

@@ -489,6 +489,8 @@ async def _send(port, data, leaves):
     try:
         writer.write(data)
         await writer.drain()
+        if data in hostile.RAW:  # a server waits for the rest of a request
+            writer.write_eof()
         if leaves:
             return b""
         async with asyncio.timeout(20):
