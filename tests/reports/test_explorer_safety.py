@@ -66,7 +66,9 @@ PATHS = (
     "eldr:artifact=log.csv", "eldr:artifact=/etc/passwd", "/dev/stdin", "file:///etc/passwd",
     "host:9GB,load=2GB/s,path=/etc/passwd", "2GB/s/../../etc/passwd", "a b.csv", "x=y", "+z",
     "\\\\x\\y",
-    "EVIL.PY:X", "evil.py::X", "x,log.csv", "x:log.csv",
+    "EVIL.PY:X", "evil.py::X", "x,log.csv", "x:log.csv", "file:evil.py", "%2e%2e/log.csv",
+    "./evil.py#X", "evil.py\t:X", "~root/x", "$HOME/log.csv", "//etc/passwd", "./log.csv?x",
+    ".\\evil.py:X", "./evil\u2024py:X", "log.csv\0", "//host/log.csv",
 )  # fmt: skip
 WHERE = (
     "policy", "policy.name", "prefill_policy", "queue_order", "expert_placement",
