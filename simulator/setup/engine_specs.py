@@ -74,12 +74,12 @@ def make_engine_spec(
     budget = pool.max_num_batched_tokens or engine_rules.default_budget(engine, gpu, n_engines)
     rules = engine_rules.rules_of(engine, config.scheduler, budget, n_engines, version)
     drafts = pool.speculative_config
+    tokens_per_seq = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     if engine == "sglang" and config.scheduler.piecewise_cuda_graph is None:
         graphs = engine_rules.prompt_graphs(
-            model, gpu, parallelism, drafts=drafts is not None, apart=config.cluster.hands_over
+            model, gpu, parallelism, drafts=tokens_per_seq > 1, apart=config.cluster.hands_over
         )
         rules = replace(rules, **graphs)
-    tokens_per_seq = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     longest = config.engine.max_model_len or model.max_position_embeddings
     threshold = config.engine.long_prefill_token_threshold
     if threshold and not tokens_per_seq <= threshold <= longest:

@@ -58,7 +58,7 @@ def check_disaggregated(
         raise InputError(field, problem, "a pool that others hand over to, as in 4P8A16F")
     if (pool.data_parallel_size or 1) < 2:
         raise InputError(field, "there is only one attention engine", "2 or more, as in 4P2A1F")
-    if pool.speculative_config is not None:
+    if pool.speculative_config is not None and pool.speculative_config.num_speculative_tokens:
         problem = "drafts are not simulated with separate FFN GPUs"
         raise InputError("speculative_config", problem, "not given")
     if pool.enforce_eager:

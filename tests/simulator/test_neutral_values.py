@@ -30,6 +30,7 @@ NEUTRAL = [
     ({}, {"speculative_config": {"method": "suffix", "num_speculative_tokens": 0}}),
     ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 0}}),
     (CO_LOCATED, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}),
+    (SGLANG | CO_LOCATED, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 0}}),
     ({}, {"conditional_disagg": "noncached:0"}),
     (SGLANG, {"conditional_disagg": "noncached:0"}),
     (SGLANG, {"conditional_disagg": "isl_bounding:0,0.7"}),
