@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
@@ -65,9 +66,24 @@ def with_seed(config: RunConfig, index: int) -> RunConfig:
 
 
 def config_key(config: RunConfig) -> str:
-    """Return a key that two configurations share only if they are equal."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    """Return a key that two configurations share only if they are equal.
+
+    A folder of routing or of latency tables counts by what it holds, wherever it lies: a command
+    that is resumed may have written it again elsewhere."""
+    values = config.model_dump(mode="json")
+    values |= {name: _held(values[name]) for name in ("trace", "tables") if values.get(name)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _held(name: str) -> str:
+    """Return a digest of a folder's files, of a trace's manifest, which has their checksums."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name
+    manifest = folder / "manifest.json"
+    files = [manifest] if manifest.is_file() else sorted(p for p in folder.iterdir() if p.is_file())
+    parts = [hashlib.sha256(file.read_bytes()).hexdigest() + file.name for file in files]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 Backend = Literal["joblib", "ray"]

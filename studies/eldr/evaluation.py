@@ -1,7 +1,7 @@
 """ELDR's evaluation: all its figures and tables by name."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from studies.eldr import map as eldr_map
 from studies.eldr import results, scaling, signature
-from studies.eldr_measured.cells import scored_routing
+from studies.eldr_measured.cells import long_routing
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
 STUDY = read_study(Path(__file__).with_name("study.yaml"))
@@ -54,7 +54,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_11": study["figure_11"],
         "figure_12": study["figure_12"],
         "figure_13": study["figure_13"],
-        "figure_14": lambda: results.figure_14(runner, rates, MODELS, scored_routing),
+        "figure_14": lambda: results.figure_14(runner, rates, MODELS, partial(long_routing, gate_scores=True)),
         "figure_15": study["figure_15"],
         "figure_16": study["figure_16"],
         "figure_17": lambda: scaling.figure_17(runner),

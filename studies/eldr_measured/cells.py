@@ -142,13 +142,13 @@ def _fields(row: dict[str, Any], kernels: Kernels, quick: bool) -> dict[str, Any
 
 
 @cache
-def scored_routing(model: str, workload: str) -> str:
+def long_routing(model: str, workload: str, gate_scores: bool) -> str:
     """Return a folder with the default routing of a model and workload, for answers like theirs.
-    That is, as long as theirs: a request of the default goes through 64 tokens again and again. And
-    with gate scores, which Figure 13 asks for. The folder lasts as long as this process."""
+    That is, as long as theirs: a request of the default goes through 64 tokens again and again. The
+    folder lasts as long as this process; ``gate_scores``, of the same experts, take longer."""
     _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-routing-"))
     weights, folder = dict(wanted_domains(workload)), Path(_kept[-1].name)
-    draw_served(preset_model(model), weights, folder, OUTPUT_LEN, gate_scores=True)
+    draw_served(preset_model(model), weights, folder, OUTPUT_LEN, gate_scores=gate_scores)
     return _kept[-1].name
 
 
@@ -157,7 +157,8 @@ Pair = tuple[Cell, Summary]
 
 def run_cells(runner: Runner, cells: Sequence[Cell]) -> list[Pair]:
     """Run the cells, each beside its summary."""
-    cases = [cell.fields | {"trace": scored_routing(cell.model, cell.dataset)} for cell in cells]
+    routing = [long_routing(c.model, c.dataset, c.figure == "13") for c in cells]
+    cases = [c.fields | {"trace": trace} for c, trace in zip(cells, routing, strict=True)]
     return list(zip(cells, runner.run(cases), strict=True))
 
 

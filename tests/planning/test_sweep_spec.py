@@ -8,6 +8,7 @@ import yaml
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import config_key
 from eldr_sim.planning.runs.sweep_spec import first_change, make_spec, read_spec
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..on_each import on_each
 
@@ -98,6 +99,17 @@ def test_key_tells_configurations_apart():
     spec = spec_of("{sweep: {type: grid, parameters: {burstiness: [0.1, 0.1, 0.2]}}}")
     keys = [config_key(point.configs[0]) for point in spec.points]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_folder_counts_by_what_it_holds(tmp_path):
+    """A command that is resumed draws the same routing into another folder."""
+
+    def key(folder, checksum):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "manifest.json").write_text(checksum)
+        return config_key(make_config({"policy": "jsq", "trace": str(tmp_path / folder)}))
+
+    assert key("a", "one") == key("b", "one") != key("a", "two")
 
 
 GRID = "sweep: {type: grid, parameters: {burstiness: [0.1]}}"

@@ -34,10 +34,13 @@ from eldr_sim.traces.routing.synthetic.presets import (
     preset_model,
 )
 from eldr_sim.traces.routing.synthetic.reshape import (
+    _profiles,
+    _varied,
     scaled,
     with_domains,
     with_experts,
     with_layers,
+    with_popularity,
 )
 from eldr_sim.traces.routing.synthetic.sampler import (
     _autoregress,
@@ -482,6 +485,41 @@ def test_popularity_of_zero_is_an_even_load():
     _, even = drawn(scaled(model, popularity=0.0))
     assert uneven.load_max_over_mean.min() > 1.6
     assert even.load_max_over_mean.max() < 1.15
+
+
+def test_popularity_of_some_domains_moves_their_load_alone():
+    model = model_of(domains=("a", "b"), n_topics=3, n_kinds=4, popularity=0.6, topics=0.5)
+    moved = with_popularity(model, ["b"], 2.0)
+    domain = np.arange(200) % 2
+    rows = [
+        sample_experts(each, domain, np.full(200, 8), np.full(200, 24), 5).reshape(200, -1)
+        for each in (model, moved)
+    ]
+    same = (rows[0] == rows[1]).all(axis=1)
+    assert same[domain == 0].all()
+    assert not same[domain == 1].any()
+    heaviest = [np.bincount(each[domain == 1].ravel()).max() for each in rows]
+    assert heaviest[1] > 1.3 * heaviest[0]
+    assert with_popularity(model, [], 2.0) is model
+
+
+def test_what_requests_have_by_themselves_and_their_mix_of_kinds_are_scaled_apart():
+    model = fitted_model("gpt-oss-20b")
+    apart = scaled(model, topics=0.5, own=4.0, mixes=0.0)
+    assert apart.own == pytest.approx(2 * model.own)
+    np.testing.assert_allclose(apart.topics, 0.5 * model.topics)
+    np.testing.assert_allclose(apart.topic_kinds, np.tile(model.kind_share, (256, 1)))
+
+
+def test_topics_made_of_few_differ_as_much_as_those_they_are_made_of():
+    """Blended kinds took a quarter of the variance between requests."""
+    model = fitted_model("qwen3-30b-a3b")
+    blends = _varied(model, np.random.default_rng(0))
+    few, some = (
+        _profiles(m, np.arange(0, len(m.topics), step)).var(axis=0).sum()
+        for m, step in ((model, 1), (blends, 4))
+    )
+    assert some / few == pytest.approx(1, abs=0.1)
 
 
 def test_domains_explain_the_part_that_they_are_told():

@@ -150,9 +150,9 @@ def figures(tmp_path_factory):
         patch.setattr(drawn, "SERVING", 16)
         patch.setattr(drawn, "CALIBRATION", 16)
         patch.setattr(cells, "OUTPUT_LEN", 64)
-        cells.scored_routing.cache_clear()
+        cells.long_routing.cache_clear()
         yield eldr_evaluation.figures(Runner(TINY | shorter, 1), quick=True)
-        cells.scored_routing.cache_clear()
+        cells.long_routing.cache_clear()
 
 
 def test_every_figure_and_table_of_the_paper_is_there(figures):

@@ -1,7 +1,7 @@
 """Routing models of another shape, strength or set of domains, made of a fitted one."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.streams import stream
 
 LONG, MANY = 96, 64  #: tokens of a request that tell a topic's four parts, and topics that are many
-#: Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
-#: so blended, have the families and savings of all (studies/synthetic).
-BLENDS, BLEND = 256, 0.8
+#: Topics made of few, two and two: fits to 22 of gpt-oss-20b's requests, so blended, have the
+#: variance, dimensions and families of the others (studies/synthetic).
+BLENDS = 256
 _CENTRES, _LAYERS = 32, 6
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 
@@ -97,18 +97,23 @@ def scaled(
     kinds: float = 1.0,
     topics: float = 1.0,
     reuse: float = 1.0,
+    own: float = 1.0,
+    mixes: float = 1.0,
 ) -> RoutingModel:
     """Return a model with choices that differ more or less; the factors are those of
     `Parameters`."""
-    if popularity == kinds == topics == reuse == 1.0:
+    if popularity == kinds == topics == reuse == own == mixes == 1.0:
         return model
     usual = np.log(_first_chance(model))
     mean = np.einsum("k,lke->le", model.kind_share, model.kinds)[:, None]
+    ratio = np.maximum(model.topic_kinds, 1e-6) / np.maximum(model.kind_share, 1e-6)
+    mixed = model.kind_share * ratio**mixes
     changed = replace(
         model,
+        topic_kinds=mixed / mixed.sum(axis=1, keepdims=True),
         kinds=mean + kinds * (model.kinds - mean),
         topics=topics * model.topics,
-        own=topics * model.own,
+        own=topics * own * model.own,
         drift_sd=kinds * model.drift_sd,
         reuse=reuse * model.reuse,
     )
@@ -139,8 +144,8 @@ def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0)
     variance within domains of the same part, and centres are taken with which all of it remains.
 
     Topics of requests of fewer than `LONG` tokens are left out where there are `MANY` others; where
-    there are few, they are blended two and two, ``a b + sqrt(1 - a^2) c`` with ``a`` `BLEND`, and
-    their kinds likewise, by logarithms of shares."""
+    there are few, they are blended two and two, ``(b + c) / sqrt(2)``, with the kinds of one:
+    blended kinds would be those of no text, and take a quarter of the variance."""
     for name, value in parts.items():
         if not 0 <= value <= 1:
             raise InputError(name, f"got {value}", "0 to 1")
@@ -164,6 +169,26 @@ def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0)
     )
 
 
+def with_popularity(model: RoutingModel, domains: Sequence[str], power: float) -> RoutingModel:
+    """Return a model in whose ``domains`` the experts' shares of the load are raised to a power.
+
+    What moves the load is added to copies of all topics, which these domains then have."""
+    if power == 1.0 or not domains:
+        return model
+    moved = (scaled(model, popularity=power).kinds - model.kinds)[:, 0]
+    theirs = np.isin(model.domains, domains)[:, None]
+    chances = model.domain_topics
+    return replace(
+        model,
+        topics=np.concatenate([model.topics, model.topics + moved]),
+        topic_kinds=np.concatenate([model.topic_kinds] * 2),
+        topic_tokens=np.concatenate([model.topic_tokens] * 2),
+        domain_topics=np.concatenate(
+            [np.where(theirs, 0.0, chances), np.where(theirs, chances, 0.0)], axis=1
+        ),
+    )
+
+
 def _varied(model: RoutingModel, rng: np.random.Generator) -> RoutingModel:
     """Return a model of its long requests' topics, or of blends where those are few."""
     topics, kinds = model.topics, model.topic_kinds
@@ -175,13 +200,10 @@ def _varied(model: RoutingModel, rng: np.random.Generator) -> RoutingModel:
     if 1 < len(topics) < MANY:
         first = np.arange(BLENDS) % len(topics)
         second = (first + rng.integers(1, len(topics), BLENDS)) % len(topics)
-        other, base = math.sqrt(1 - BLEND**2), model.kind_share
-        share = np.log(np.maximum(kinds, 1e-6) / np.maximum(base, 1e-6))
-        mixed = base * np.exp(BLEND * share[first] + other * share[second])
         return replace(
             model,
-            topics=BLEND * topics[first] + other * topics[second],
-            topic_kinds=mixed / mixed.sum(axis=1, keepdims=True),
+            topics=(topics[first] + topics[second]) / math.sqrt(2),
+            topic_kinds=kinds[first],
             **_of_no_domain(BLENDS),
         )
     return replace(model, **_of_no_domain(len(topics)))
