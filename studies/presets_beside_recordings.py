@@ -5,7 +5,7 @@
 is a recording that does not ship. A preset draws the recording's own requests (domains, lengths,
 splits) with the share that the recording's domains explain, so that all figures but chance are
 comparable; it does so with `SEEDS` seeds, which also choose the topics of domains. Gains are of
-`POLICIES` against jsq over `SEEDS` seeds of the arrivals."""
+`POLICIES` against round robin over `SEEDS` seeds of the arrivals."""
 
 import csv
 import sys
@@ -95,13 +95,13 @@ def draw(trace: RoutingTrace, preset: str, seed: int, out: Path) -> RoutingTrace
 
 
 def gains(trace: RoutingTrace, model: str) -> dict[str, str]:
-    """Return the change of median TPOT against jsq, % with its 95% interval, by policy."""
+    """Return the change of median TPOT against round robin, % with its 95% interval, by policy."""
     policies = [p for p in POLICIES if p != "domain" or len(trace.domains) > 1]
-    found = es.compare(policy=["jsq", *policies], model=model, trace=str(trace.path), **CLUSTER)
+    found = es.compare(policy=["round_robin", *policies], model=model, trace=str(trace.path), **CLUSTER)
     return {
         f"{d.name}, median TPOT, %": f"{d.percent:+.1f} [{d.low:.1f}, {d.high:.1f}]"
         for d in found.differences
-        if (d.metric, d.reference) == ("median_tpot_ms", "jsq")
+        if (d.metric, d.reference) == ("median_tpot_ms", "round_robin")
     }
 
 
