@@ -97,7 +97,9 @@ def draw(trace: RoutingTrace, preset: str, seed: int, out: Path) -> RoutingTrace
 def gains(trace: RoutingTrace, model: str) -> dict[str, str]:
     """Return the change of median TPOT against round robin, % with its 95% interval, by policy."""
     policies = [p for p in POLICIES if p != "domain" or len(trace.domains) > 1]
-    found = es.compare(policy=["round_robin", *policies], model=model, trace=str(trace.path), **CLUSTER)
+    found = es.compare(
+        policy=["round_robin", *policies], model=model, trace=str(trace.path), **CLUSTER
+    )
     return {
         f"{d.name}, median TPOT, %": f"{d.percent:+.1f} [{d.low:.1f}, {d.high:.1f}]"
         for d in found.differences
@@ -113,7 +115,12 @@ def beside(name: str) -> list[dict[str, str]]:
     rows = []
 
     def row(figure: str, recorded: str, drawn: str, ratio: str) -> None:
-        about = {"recording": Path(name).name, "figure": figure, "recorded": recorded, "preset": preset}
+        about = {
+            "recording": Path(name).name,
+            "figure": figure,
+            "recorded": recorded,
+            "preset": preset,
+        }
         rows.append(about | {"drawn": drawn, "drawn / recorded": ratio})
 
     with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,9 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_11": study["figure_11"],
         "figure_12": study["figure_12"],
         "figure_13": study["figure_13"],
-        "figure_14": lambda: results.figure_14(runner, rates, MODELS, partial(long_routing, gate_scores=True)),
+        "figure_14": lambda: results.figure_14(
+            runner, rates, MODELS, partial(long_routing, gate_scores=True)
+        ),
         "figure_15": study["figure_15"],
         "figure_16": study["figure_16"],
         "figure_17": lambda: scaling.figure_17(runner),

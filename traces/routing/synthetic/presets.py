@@ -136,7 +136,7 @@ _MIDDLE = {"task": 0.34, "language": 0.12}
 _HIGH = {"task": 0.8, "language": 0.35}
 
 #: Factors on gpt-oss-20b that give the load, the distinct experts, the variance between requests
-#: and its dimensions measured of one half of DeepSeek-V2-Lite-Chat's prompts, see studies/synthetic.
+#: and its dimensions measured of half of DeepSeek-V2-Lite-Chat's prompts, see studies/synthetic.
 _LITE = {
     "popularity": 0.0, "kinds": 0.82, "topics": 0.42, "mixes": 0.45, "own": 2.6, "reuse": 0.0,
 }  # fmt: skip
