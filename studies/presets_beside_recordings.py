@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ LAGS = (1, 16, 64)
 REQUESTS = 400  #: most requests whose rho is taken, evenly
 POLICIES = ("eldr", "domain", "marginal_cost", "oracle")
 #: The cluster of the gains: 8P16D on H100, answers longer than recorded ones go round.
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "topology": "8P16D", "request_rate": 100, "duration": 20, "warmup": 8, "output_len": 256,
     "workload": "trace", "seeds": SEEDS,
 }  # fmt: skip
