@@ -84,9 +84,10 @@ class Scheduler:
             self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        if request.kv_here:  # in the order in which their blocks were reserved
+        if request.kv_here:  # in the queue order, or in that in which their blocks were reserved
+            by_key = self.spec.preempt_by_key
             self.kv_ready.append(request)
-            self.kv_ready.sort(key=lambda other: other.fetched)
+            self.kv_ready.sort(key=lambda other: other.priority if by_key else other.fetched)
         else:
             self._taken += 1
             request.ticket = self._taken

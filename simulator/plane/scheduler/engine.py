@@ -32,7 +32,12 @@ from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.scheduler.admission import admit, what_stopped
 from eldr_sim.simulator.plane.scheduler.chunks import budget_left, decodes_in_turn
-from eldr_sim.simulator.plane.scheduler.preemption import lacks_blocks, preempt, unprocessed
+from eldr_sim.simulator.plane.scheduler.preemption import (
+    comes_first,
+    lacks_blocks,
+    preempt,
+    unprocessed,
+)
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
 from eldr_sim.simulator.plane.steps.executor import has_step
 
@@ -117,12 +122,16 @@ def waits_for_engines(engines: kv_manager.Engines, w: int) -> Any:
 
 
 @compiled()
-def _append(requests: Any, worker: Any, request: int) -> None:
+def _append(requests: Any, worker: Any, pool: Any, request: int) -> None:
     """Put a request into the queue for those like it."""
     requests[request].next = -1
-    if requests[request].kv_here:  # in the order in which their blocks were reserved
+    if requests[request].kv_here:  # in the queue order, or in that of their reserved blocks
         before, behind = np.int64(-1), worker.arrived_head
-        while behind >= 0 and requests[behind].ticket < requests[request].ticket:
+        while behind >= 0 and (
+            comes_first(requests, behind, request)
+            if pool.preempt_by_key
+            else requests[behind].ticket < requests[request].ticket
+        ):
             before, behind = behind, requests[behind].next
         requests[request].next = behind
         if before < 0:
@@ -137,12 +146,12 @@ def _append(requests: Any, worker: Any, request: int) -> None:
 
 
 @compiled()
-def _append_late(requests: Any, worker: Any) -> None:
+def _append_late(requests: Any, worker: Any, pool: Any) -> None:
     """Queue those who came too late for the step that is scheduled."""
     request = worker.late_head
     while request >= 0:
         behind = requests[request].next
-        _append(requests, worker, request)
+        _append(requests, worker, pool, request)
         request = behind
     worker.late_head = -1
 
@@ -166,7 +175,7 @@ def take(clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: 
             requests[worker.late_tail].next = request
         worker.late_tail = request
     else:
-        _append(requests, worker, request)
+        _append(requests, worker, pool, request)
     wake(clock, events, engines.workers, w)
 
 
@@ -204,7 +213,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     if _is_idle(worker):
         _free_ended(engines, w)
         worker.share = pool.first_share
-        _append_late(engines.requests, worker)  # no step has been scheduled yet
+        _append_late(engines.requests, worker, pool)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
     in_turn = decodes_in_turn(pool)
     in_turn = in_turn and (worker.prefilling > 0 or pool.long_prefill_token_threshold > 0)
@@ -219,7 +228,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             break
         defers = defers and worker.batch > 0
         _free_ended(engines, w)
-        _append_late(engines.requests, worker)
+        _append_late(engines.requests, worker, pool)
         for i in range(worker.batch + worker.prefilling):  # their outputs are known now
             engines.sequences[w, i].got = engines.sequences[w, i].rejected = 0
     if pool.mixed_steps:
@@ -241,7 +250,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             wake(clock, events, engines.workers, w)
     if worker.late_head >= 0:
         if _looks(worker, pool) or not has_step(worker):
-            _append_late(engines.requests, worker)
+            _append_late(engines.requests, worker, pool)
         if has_step(worker):
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
