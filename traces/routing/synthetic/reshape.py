@@ -170,7 +170,7 @@ def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0)
 
 
 def with_popularity(model: RoutingModel, domains: Sequence[str], power: float) -> RoutingModel:
-    """Return a model in whose ``domains`` the experts' shares of the load are raised to a power.
+    """Return a model with the experts' shares of the load raised to a power in ``domains``.
 
     What moves the load is added to copies of all topics, which these domains then have."""
     if power == 1.0 or not domains:
