@@ -18,6 +18,7 @@ import numpy as np
 
 import eldr_sim as es
 from eldr_sim.outputs import write_rows
+from eldr_sim.planning.compare.policies import Comparison
 from eldr_sim.policies.eldr.signature import decode_overlap, idf_weights, select_layers, transformed
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.manifest import builtin_traces
@@ -101,6 +102,7 @@ def gains(trace: RoutingTrace, model: str) -> dict[str, str]:
     found = es.compare(
         policy=["round_robin", *policies], model=model, trace=str(trace.path), **CLUSTER
     )
+    assert isinstance(found, Comparison)
     return {
         f"{d.name}, median TPOT, %": f"{d.percent:+.1f} [{d.low:.1f}, {d.high:.1f}]"
         for d in found.differences
