@@ -90,6 +90,11 @@ def test_every_number_of_a_sweep_is_the_sources(pages, report_folders):
     ]
 
 
+def rounded(value):
+    """Return a value as a picture has it."""
+    return float(f"{value:.6g}")
+
+
 def test_a_sweep_is_drawn_over_its_numbers_in_the_colours_of_its_words(pages, report_folders):
     page = pages["sweep"]
     aggregate = pq.read_table(report_folders / "sweep" / "aggregate.parquet").to_pylist()
@@ -101,10 +106,13 @@ def test_a_sweep_is_drawn_over_its_numbers_in_the_colours_of_its_words(pages, re
         if point["p99_tpot_ms_low"] is not None:
             ends = [number(point[f"p99_tpot_ms_{end}"]) for end in ("low", "high")]
             said = f"<br>90% interval: {' to '.join(ends)}"
-        expected.append((point["policy"], point["request_rate"], point["p99_tpot_ms"], said))
+        value = rounded(point["p99_tpot_ms"])
+        expected.append((point["policy"], point["request_rate"], value, said))
     assert marks(chart) == expected
     bands = [trace for trace in chart["data"] if trace.get("fill") == "toself"]
-    low, high = ([p[f"p99_tpot_ms_{end}"] for p in aggregate[:3]] for end in ("low", "high"))
+    low, high = (
+        [rounded(p[f"p99_tpot_ms_{end}"]) for p in aggregate[:3]] for end in ("low", "high")
+    )
     assert bands[0]["x"] == [10, 20, 40, 40, 20, 10]
     assert bands[0]["y"] == [*high, *reversed(low)]
     cloud = marks(page.pictures()["Throughput of a GPU against speed for a user"])
@@ -112,8 +120,8 @@ def test_a_sweep_is_drawn_over_its_numbers_in_the_colours_of_its_words(pages, re
     assert told == [
         (
             point["policy"],
-            1e3 / point["median_tpot_ms"],
-            point["output_throughput"] / point["gpus"],
+            rounded(1e3 / point["median_tpot_ms"]),
+            rounded(point["output_throughput"] / point["gpus"]),
             f"<br>{point['name']}",
         )
         for point in aggregate

@@ -310,7 +310,8 @@ class SchedulerConfig(Fields):
     has one. Default: 10."""
     piecewise_cuda_graph: bool | None = None
     """SGLang, TensorRT-LLM: run prefill steps as piecewise CUDA graphs, which do not wait for the
-    host. Default: on in SGLang, off in TensorRT-LLM."""
+    host. Default: off in TensorRT-LLM; in SGLang off before 0.5.10 and where its own rules turn
+    them off (AMD GPUs, drafts, prefill and decode apart, data-parallel attention, ...)."""
 
 
 class StepConfig(Fields):
