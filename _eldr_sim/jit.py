@@ -355,6 +355,23 @@ def _lowest(_typing: Any, _word: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
+@intrinsic
+def _prefetch(_typing: Any, row: Any, index: Any) -> Any:
+    """Fetch the cache line of a word of a row, which is read soon."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        start = context.make_array(signature.args[0])(context, builder, args[0]).data
+        line = builder.bitcast(builder.gep(start, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(fetch, [line, *(ir.Constant(number, value) for value in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(row, index), codegen
+
+
 #: As mypy cannot see them: without the first argument.
 popcount: Any = _popcount
 lowest: Any = _lowest
+prefetch: Any = _prefetch

@@ -29,7 +29,7 @@ from eldr_sim.simulator.plane.scheduler.chunks import (
     longest_chunk,
     move,
 )
-from eldr_sim.simulator.plane.scheduler.preemption import comes_back_first, padding
+from eldr_sim.simulator.plane.scheduler.preemption import goes_before, padding
 from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove, waits_for_blocks
 from eldr_sim.simulator.plane.state import (
     ADMITTED,
@@ -86,7 +86,7 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
-        if lost >= 0 and (not by_key or new < 0 or comes_back_first(engines, w, lost, new)):
+        if lost >= 0 and (not by_key or new < 0 or goes_before(engines, w, lost, new)):
             if defers or not _admit_preempted(clock, events, engines, w, lost):
                 worker.blocked = worker.blocked or pool.reserve == OF_SHARE
                 return  # nobody overtakes who is next

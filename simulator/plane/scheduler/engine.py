@@ -33,7 +33,7 @@ from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.scheduler.admission import admit, what_stopped
 from eldr_sim.simulator.plane.scheduler.chunks import budget_left, decodes_in_turn
 from eldr_sim.simulator.plane.scheduler.preemption import (
-    comes_first,
+    goes_before,
     lacks_blocks,
     preempt,
     unprocessed,
@@ -122,16 +122,13 @@ def waits_for_engines(engines: kv_manager.Engines, w: int) -> Any:
 
 
 @compiled()
-def _append(requests: Any, worker: Any, pool: Any, request: int) -> None:
+def _append(engines: kv_manager.Engines, w: int, request: int) -> None:
     """Put a request into the queue for those like it."""
+    requests, worker = engines.requests, engines.workers[w]
     requests[request].next = -1
     if requests[request].kv_here:  # in the queue order, or in that of their reserved blocks
         before, behind = np.int64(-1), worker.arrived_head
-        while behind >= 0 and (
-            comes_first(requests, behind, request)
-            if pool.preempt_by_key
-            else requests[behind].ticket < requests[request].ticket
-        ):
+        while behind >= 0 and goes_before(engines, w, behind, request):
             before, behind = behind, requests[behind].next
         requests[request].next = behind
         if before < 0:
@@ -146,12 +143,13 @@ def _append(requests: Any, worker: Any, pool: Any, request: int) -> None:
 
 
 @compiled()
-def _append_late(requests: Any, worker: Any, pool: Any) -> None:
-    """Queue those who came too late for the step that is scheduled."""
+def _append_late(engines: kv_manager.Engines, w: int) -> None:
+    """Queue the requests that came too late for the step that is scheduled."""
+    worker = engines.workers[w]
     request = worker.late_head
     while request >= 0:
-        behind = requests[request].next
-        _append(requests, worker, pool, request)
+        behind = engines.requests[request].next
+        _append(engines, w, request)
         request = behind
     worker.late_head = -1
 
@@ -175,7 +173,7 @@ def take(clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: 
             requests[worker.late_tail].next = request
         worker.late_tail = request
     else:
-        _append(requests, worker, pool, request)
+        _append(engines, w, request)
     wake(clock, events, engines.workers, w)
 
 
@@ -213,10 +211,11 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     if _is_idle(worker):
         _free_ended(engines, w)
         worker.share = pool.first_share
-        _append_late(engines.requests, worker, pool)  # no step has been scheduled yet
+        _append_late(engines, w)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
-    in_turn = decodes_in_turn(pool)
-    in_turn = in_turn and (worker.prefilling > 0 or pool.long_prefill_token_threshold > 0)
+    in_turn = decodes_in_turn(pool) and (
+        worker.prefilling > 0 or pool.long_prefill_token_threshold > 0
+    )
     while pool.mixed_steps and (
         in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))
     ):
@@ -228,7 +227,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             break
         defers = defers and worker.batch > 0
         _free_ended(engines, w)
-        _append_late(engines.requests, worker, pool)
+        _append_late(engines, w)
         for i in range(worker.batch + worker.prefilling):  # their outputs are known now
             engines.sequences[w, i].got = engines.sequences[w, i].rejected = 0
     if pool.mixed_steps:
@@ -250,7 +249,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             wake(clock, events, engines.workers, w)
     if worker.late_head >= 0:
         if _looks(worker, pool) or not has_step(worker):
-            _append_late(engines.requests, worker, pool)
+            _append_late(engines, w)
         if has_step(worker):
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all

@@ -296,7 +296,7 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
     while at >= 0:
         behind = last < 0 and victim < 0
         if not behind and by_key:
-            behind = comes_first(requests, sequences[w, victim].request if last < 0 else last, at)
+            behind = _comes_first(requests, sequences[w, victim].request if last < 0 else last, at)
         elif not behind:
             of = sequences[w, victim].ticket if last < 0 else requests[last].ticket
             behind = of < requests[at].ticket
@@ -356,13 +356,13 @@ def _victim(engines: Engines, w: int) -> Any:
                 victim = np.int64(i)
         return victim
     for i in range(last):
-        if comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
+        if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
             victim = np.int64(i)
     return victim
 
 
 @compiled()
-def comes_first(requests: Any, one: int, other: int) -> Any:
+def _comes_first(requests: Any, one: int, other: int) -> Any:
     """Whether a request comes before another in the queue order, then by arrival."""
     if requests[one].queue_key != requests[other].queue_key:
         return requests[one].queue_key < requests[other].queue_key
@@ -370,12 +370,12 @@ def comes_first(requests: Any, one: int, other: int) -> Any:
 
 
 @compiled()
-def comes_back_first(engines: Engines, w: int, lost: int, new: int) -> Any:
-    """Whether a preempted request comes before a new one: by key, or by when it was queued."""
+def goes_before(engines: Engines, w: int, one: int, other: int) -> Any:
+    """Whether a queued request goes before another: by key, or by when it was queued."""
     requests, pool = engines.requests, engines.pools[engines.pool_of[w]]
     if pool.preempt_by_key:
-        return comes_first(requests, lost, new)
-    return requests[lost].ticket < requests[new].ticket
+        return _comes_first(requests, one, other)
+    return requests[one].ticket < requests[other].ticket
 
 
 @compiled()
@@ -389,7 +389,7 @@ def append_preempted(engines: Engines, w: int, request: int) -> None:
         while behind >= 0:
             before, behind = behind, requests[behind].next
     elif pool.preempt_by_key:
-        while behind >= 0 and comes_first(requests, behind, request):
+        while behind >= 0 and _comes_first(requests, behind, request):
             before, behind = behind, requests[behind].next
     requests[request].next = behind
     if before < 0:

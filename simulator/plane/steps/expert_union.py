@@ -7,37 +7,14 @@ fullest rank counts."""
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from eldr_sim.arrays import Bools, Int32s, Ints, Words
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import njit, popcount, prefetch
 from eldr_sim.simulator.plane.compiled import compiled
 
 #: Smallest and largest number of prompt rows whose union is kept: a prompt is replayed by many
 #: requests, in a few chunks; a context of prefix blocks, block by block.
 _SMALLEST, _LARGEST = 16, 64
-
-
-@intrinsic
-def _prefetch(_typing: Any, row: Any, index: Any) -> Any:
-    """Fetch the cache line of a word of a row, which is read soon."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        start = context.make_array(signature.args[0])(context, builder, args[0]).data
-        line = builder.bitcast(builder.gep(start, [args[1]]), byte)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(fetch, [line, *(ir.Constant(number, value) for value in (0, 2, 1))])
-        return context.get_dummy_value()
-
-    return types.void(row, index), codegen
-
-
-#: As mypy cannot see it: without the first argument.
-prefetch: Any = _prefetch
 
 
 class PromptRows(NamedTuple):
