@@ -42,7 +42,6 @@ class Router:
         self, policy: RouterPolicy, n_engines: int, prefixes: CachedPrefixes | None = None
     ) -> None:
         self.workers = Workers.idle(np.zeros(n_engines, np.int64))
-        self._usable = self.workers.usable()
         self._policy = policy
         self.prefixes = prefixes
         self._listener = policy if policy.needs.ends else None
@@ -56,7 +55,7 @@ class Router:
 
     def usable(self, without: Collection[int] = ()) -> list[int]:
         """Return the healthy engines but for some."""
-        usable = self._usable
+        usable = self.workers.usable()
         return [engine for engine in usable if engine not in without] if without else usable
 
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
@@ -123,7 +122,6 @@ class Router:
     def set_health(self, engine: int, healthy: bool) -> None:
         """Take note that an engine answers, or no longer does."""
         self.workers.healthy[engine] = healthy
-        self._usable = self.workers.usable()
         self._ask_again()
 
     def publish(self, signals: Sequence[EngineSignals | None]) -> None:

@@ -34,9 +34,6 @@ from eldr_sim.serving.router.upstream import TooLong, whole
 
 #: Headers that engines get as clients send them, besides all that begin with ``x-``.
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
-#: As most clients write what is not passed on; other spellings only take a moment longer.
-_COMMON = frozenset(("Host", "Accept", "Accept-Encoding", "User-Agent", "Content-Length",
-                     "Content-Type", "Connection"))  # fmt: skip
 _LONGEST_NAME = 200
 
 
@@ -212,8 +209,6 @@ def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
     """Return what an engine gets of a client's headers; ValueError for what cannot be sent."""
     found = {}
     for key, value in headers.items():
-        if key in _COMMON:
-            continue
         low = key.lower()
         if low[:2] != "x-" and low not in _PASSED_ON:
             continue
