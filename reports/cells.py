@@ -125,6 +125,11 @@ def measured(value: float | None, text: str) -> Cell:
     return Cell(text, "" if value is None or math.isnan(value) else repr(value))
 
 
+def six_digits(value: float) -> float:
+    """Return a value rounded to six significant digits."""
+    return float(f"{value:.6g}")
+
+
 def number(value: float | int | None) -> str:
     """Return a number with about four significant digits and thousands separators."""
     if value is None or math.isnan(value):

@@ -8,7 +8,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from eldr_sim.reports.cells import number
+from eldr_sim.reports.cells import number, six_digits
 
 Spec = dict[str, Any]
 _text = partial(escape, quote=False)
@@ -197,7 +197,7 @@ def _finite(series: Series) -> Series:
     picked: Spec = {k: None if v is None else [v[i] for i in keep] for k, v in columns.items()}
     for name in ("x", "y", "low", "high"):
         if picked[name] is not None:  # six digits keep a page small
-            picked[name] = [float(f"{value:.6g}") for value in picked[name]]
+            picked[name] = list(map(six_digits, picked[name]))
     return replace(series, **picked)
 
 

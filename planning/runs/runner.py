@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +25,7 @@ from eldr_sim.planning.runs.processes import can_fork, on_processes
 from eldr_sim.simulator.run import prepare_run, simulate_summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.replay import SharedReplay, share, use
+from eldr_sim.traces.routing.format import sha256
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,14 @@ def _held(name: str) -> str:
         return name
     manifest = folder / "manifest.json"
     files = [manifest] if manifest.is_file() else sorted(p for p in folder.iterdir() if p.is_file())
-    parts = [hashlib.sha256(file.read_bytes()).hexdigest() + file.name for file in files]
+    parts = [_file_digest(file, file.stat().st_mtime_ns) + file.name for file in files]
     return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _file_digest(file: Path, _modified_ns: int) -> str:
+    """Return a file's digest, which is read again only when the file has changed."""
+    return sha256(file)
 
 
 Backend = Literal["joblib", "ray"]

@@ -30,7 +30,7 @@ _MOST, _PRIOR = 12, 8
 #: No band is narrower: runs repeated on another day differ by this much (`silicon.REPEATABILITY`).
 _LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
 _Cell = tuple[str, ...]
-#: The share of its own that a cell has beside the cell around it, by its publishers' rows.
+#: Weight of a cell's quantiles against those of the enclosing cell, from rows by publisher.
 _Share = Callable[[Mapping[str, int]], float]
 
 
@@ -60,12 +60,12 @@ class Cell(NamedTuple):
 
 
 def by_publishers(counts: Mapping[str, int]) -> float:
-    """Return a cell's own share by the number of its publishers."""
+    """Return the weight of a cell by its number of publishers."""
     return (len(counts) - 1) / (len(counts) + 1)
 
 
 def by_rows(counts: Mapping[str, int]) -> float:
-    """Return a cell's own share by the number of its rows."""
+    """Return the weight of a cell by its number of rows."""
     n = sum(min(count, _MOST) for count in counts.values())
     return n / (n + _PRIOR)
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_json, parse_yaml, read_text
-from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.parallel import MoEBackend
 from eldr_sim.simulator.setup.config.engine_rules import (
     default_budget,
@@ -259,10 +259,15 @@ _BOUNDS = {"scheduled_tokens": "max_num_batched_tokens", "active_seqs": "max_num
            "kv_tokens": "", "prefill_tokens": "", "servers": ""}  # fmt: skip
 
 
+def _gpu(values: Mapping[str, Any]) -> GPU:
+    """Return the GPU of the run's values, or the default one."""
+    return load_gpu(str(values.get("gpu") or "H100"))
+
+
 def _double(found: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Double the bounds of a step that neither line nor run gives, as vLLM's throughput mode does
     (``arg_utils.py``); in place."""
-    gpu = load_gpu(str(values.get("gpu") or "H100"))
+    gpu = _gpu(values)
     usual = {
         "max_num_seqs": default_seats("vllm", gpu),
         "max_num_batched_tokens": default_budget("vllm", gpu),
@@ -358,7 +363,7 @@ def _offload(
     if values.get("kv_tier"):
         idle.append("KV offloading (--kv-tier says it)")
         return
-    rate = load_gpu(str(values.get("gpu") or "H100")).host_bandwidth
+    rate = _gpu(values).host_bandwidth
     if not rate:
         raise InputError("engine_args", "the bandwidth of the host link is unknown", allowed)
     rule = {"write_back": ",write=back", "write_through_selective": ",write=selective"}

@@ -32,9 +32,9 @@ from eldr_sim.traces.requests.logs.multi_turn_files import is_multi_turn, multi_
 from eldr_sim.traces.requests.logs.table_columns import (
     DATE,
     TableColumns,
+    check_times,
     columns_of,
     guessed_columns,
-    guessed_time,
     json_names,
     no_requests,
     parse_columns,
@@ -374,7 +374,7 @@ def _known_table(
     if known is not None:
         times = [some for key, some in known.columns.items() if key.startswith("time")]
         if times and not any({*some} & {*names} for some in times):
-            _check_times(file, asked, names, records)
+            check_times(file, asked.columns, names, records)
         return known
     if (counts := aggregates.count_column(names, records)) is not None:
         aggregates.refuse(file, records, counts)
@@ -394,17 +394,6 @@ def _known_table(
         there = ", ".join(names)
         allowed = f"--columns time_UNIT=NAME,input=NAME,output=NAME of {there:.200}; {allowed}"
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
-
-
-def _check_times(file: Path, asked: _Asked, names: list[str], records: list[Any]) -> None:
-    """Raise InputError where a table without times of its format has others, not named."""
-    if asked.columns is not None and "time" in "".join(parse_columns(asked.columns)):
-        return
-    if unread := unread_times(names, records):
-        raise InputError(str(file), unread, "ISO 8601 times, or numbers")
-    if (found := guessed_time(names, records)) is not None:
-        problem = f"the format has no times in {found[1]!r}"
-        raise InputError(str(file), problem, f"--columns {'='.join(found)}")
 
 
 #: How files begin that are packed or not UTF-8, and what to do.

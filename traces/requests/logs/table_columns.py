@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -384,6 +385,19 @@ def parts_of_lengths(names: Sequence[str], records: Sequence[Mapping[str, Any]])
         if any(is_number(a) and float(a) > float(b) for a, b in pairs):
             return f"the answer's tokens leave out {name!r}: their sum is its length"
     return ""
+
+
+def check_times(
+    file: Path, columns: str | None, names: Sequence[str], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise InputError where a table without times of its format has others, not in ``columns``."""
+    if columns is not None and "time" in "".join(parse_columns(columns)):
+        return
+    if unread := unread_times(names, records):
+        raise InputError(str(file), unread, "ISO 8601 times, or numbers")
+    if (found := guessed_time(names, records)) is not None:
+        problem = f"the format has no times in {found[1]!r}"
+        raise InputError(str(file), problem, f"--columns {'='.join(found)}")
 
 
 def unread_times(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, Row, no_progress
 from eldr_sim.outputs import write_rows
+from eldr_sim.reports.cells import six_digits
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.live.calibration.engine_calibration import (
@@ -153,5 +154,5 @@ def _significant(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_significant(item) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return six_digits(value) if math.isfinite(value) else None
     return value
