@@ -27,7 +27,9 @@ class Rule:
     ``in_turn`` false: to the first of ``workers``; ``rng``: draws among equals; ``rule_by`` must
     then be None."""
 
-    __slots__ = ("_known", "_seen_s", "_sent", "in_turn", "rng", "turn", "weights", "workers")
+    __slots__ = (
+        "_known", "_seen_s", "_sent", "in_turn", "rng", "signals", "turn", "weights", "workers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,16 +46,13 @@ class Rule:
         if unknown := given.keys() - set(COLUMNS):
             raise ValueError(f"no columns {', '.join(sorted(unknown))}: of {', '.join(COLUMNS)}")
         self.weights = tuple(float(given.get(name, 0.0)) for name in COLUMNS)
+        #: Whether it weighs what engines publish, or what they do not know yet.
+        self.signals = any(self.weights[1:])
         self.in_turn, self.rng = in_turn, rng
         self.turn: int = 0
         self._seen_s = -np.inf
         self._known: NDArray[np.float64] = np.zeros(0)
         self._sent: NDArray[np.float64] = np.zeros(0)
-
-    @property
-    def signals(self) -> bool:
-        """Whether it weighs what engines publish, or what they do not know yet."""
-        return any(self.weights[1:])
 
     def pick(self, workers: Workers) -> int | None:
         """Return the chosen worker's index, the least loaded healthy one of the pool where none of
@@ -66,7 +65,7 @@ class Rule:
         if not order:
             loads: list[int] = workers.loads.tolist()
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)
-        signals, score = self.signals, self._scores(workers)
+        score = self._scores(workers)
         place = min(order, key=lambda i: score[self.workers[i]])
         if self.rng is not None:
             least = score[self.workers[place]]
@@ -74,7 +73,7 @@ class Rule:
             place = tied[int(self.rng.integers(len(tied)))]
         if self.in_turn:
             self.turn = (place + 1) % len(self.workers)
-        if signals:
+        if self.signals:
             self._sent[self.workers[place]] += 1.0
         return self.workers[place]
 

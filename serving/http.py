@@ -69,35 +69,33 @@ class Intake:
         self.limits = limits
         self.n_requests = self.n_bytes = 0
         self._held: dict[int, int] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
         self.draining = self.stopping = False
 
-    async def admit(self, request: Any, handler: Any) -> Any:
-        """Serve a request with a body, a middleware; raises Refused beyond the limit."""
-        if request.method != "POST":
-            return await handler(request)
+    def admit(self, request: Any) -> None:
+        """Count the request of this task until `release`; raises Refused beyond the limit."""
         max_concurrent_requests = self.limits.max_concurrent_requests
         if self.n_requests >= max_concurrent_requests:
             raise Refused(
                 429,
                 f"{max_concurrent_requests} requests are in progress (--max-concurrent-requests)",
             )
-        self.n_requests += 1
-        self._held[id(request)] = 0
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        try:
-            return await handler(request)
-        finally:
-            self.n_requests -= 1
-            self.n_bytes -= self._held.pop(id(request))
-            self._tasks.discard(task)
+        self.n_requests += 1
+        self._held[id(request)] = 0
+        self._tasks[id(request)] = task
+
+    def release(self, request: Any) -> None:
+        """Count an admitted request and its bytes no longer."""
+        self.n_requests -= 1
+        self.n_bytes -= self._held.pop(id(request))
+        del self._tasks[id(request)]
 
     def stop(self) -> None:
         """Cancel what is in progress; its handlers may still say so to their clients."""
         self.draining = self.stopping = True
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
 
     def hold(self, request: Any, n_bytes: int) -> None:
@@ -144,8 +142,7 @@ def application(
     from aiohttp import web
 
     logging.getLogger("aiohttp.server").addFilter(is_our_error)
-    middlewares = [web.middleware(partial(in_json, guard)), web.middleware(partial(intake.admit))]
-    app = web.Application(middlewares=middlewares)
+    app = web.Application(middlewares=[web.middleware(partial(in_json, guard, intake))])
     app.cleanup_ctx.append(run)
     for path, answer in posts.items():
         app.router.add_post(path, answer)
@@ -232,12 +229,20 @@ async def _at_rest(sites: Sequence[Site], limit_s: float, at_once: asyncio.Event
                 await asyncio.sleep(0.02)
 
 
-async def in_json(guard: Guard, request: Any, handler: Any) -> Any:
-    """Answer what the guard lets through, and all errors in one format, those of unknown paths and
-    methods too."""
+async def in_json(guard: Guard, intake: Intake, request: Any, handler: Any) -> Any:
+    """Answer what the guard and, of requests with a body, the intake let through; all errors in one
+    format, those of unknown paths and methods too."""
     try:
         problem = guard.problem(request.method, request.headers)
-        return await handler(request) if problem is None else error_answer(*problem)
+        if problem is not None:
+            return error_answer(*problem)
+        if request.method != "POST":
+            return await handler(request)
+        intake.admit(request)
+        try:
+            return await handler(request)
+        finally:
+            intake.release(request)
     except Refused as refused:
         retry = {"Retry-After": "1"} if refused.status in (429, 503) else None
         return error_answer(refused.status, str(refused), retry)

@@ -308,24 +308,16 @@ def test_limits_of_requests_and_bytes():
 
 def test_what_is_held_is_given_back():
     async def scene():
-        intake = Intake(Limits(2, 1.0, 1.0))
-
-        class Asked:
-            method = "POST"
-
-        async def handler(request):
-            intake.hold(request, 600_000)
-            return "done"
-
+        intake, request = Intake(Limits(2, 1.0, 1.0)), object()
         for _ in range(10):
-            assert await intake.admit(Asked(), handler) == "done"
-
-        async def greedy(request):
+            intake.admit(request)
             intake.hold(request, 600_000)
-            intake.hold(request, 600_000)
-
+            intake.release(request)
+        intake.admit(request)
+        intake.hold(request, 600_000)
         with pytest.raises(Refused):
-            await intake.admit(Asked(), greedy)
+            intake.hold(request, 600_000)
+        intake.release(request)
         assert (intake.n_bytes, intake.n_requests, intake._held) == (0, 0, {})
 
     asyncio.run(scene())
