@@ -490,18 +490,19 @@ class Parts:
     ) -> list[format.LatencyTable | None]:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
+        def one(kind: format.Kind, of: dict[str, int]) -> format.LatencyTable | None:
+            table = self._table(kind, self.model, shape=of, dtype=dtype)
+            if table is not None or not format.has_projections(of):
+                return table
+            # A module with other projections: the attention in it is the same.
+            other = self._table(kind, self.model, shape=of)
+            if other is None:
+                return None
+            of_others = f"{other.metadata.origin}, with {other.metadata.dtype} projections"
+            return other.saying(provenance="derived", origin=of_others)
+
         def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
-            tables = [
-                self._table(kind, self.model, shape=of, dtype=dtype) for kind in format.ATTENTION
-            ]
-            if not format.has_projections(of) or tables[1] is None:
-                return tables
-            # A decode module with other projections: the attention in it is the same.
-            other = tables[0] or self._table(format.ATTENTION[0], self.model, shape=of)
-            if tables[0] is None and other is not None:
-                of_others = f"{other.metadata.origin}, with {other.metadata.dtype} projections"
-                other = other.saying(provenance="derived", origin=of_others)
-            return [other, tables[1]]
+            return [one(kind, of) for kind in format.ATTENTION]
 
         if self.model.kv_cache_dtype == "bfloat16":
             return find(shape)

@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.tables.format import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import ATTENTION, LatencyTable
 from eldr_sim.kernel_profiles.tables.library import Engine
 
 GROUP = "eldr_sim.tables"
@@ -27,11 +27,18 @@ class Provider(Protocol):
         None if the data that it reads is not installed."""
 
 
+#: Kinds of table by the part of a step that has none (`steps.parts.Parts.missing`), where they
+#: are called otherwise.
+_KINDS = {"attention": ATTENTION, "linear_attention": ATTENTION, "collectives": ("collective",)}
+
+
 def provided_tables(
-    gpu: GPU, model: ModelDims, parallelism: Parallelism, engine: Engine
+    gpu: GPU, model: ModelDims, parallelism: Parallelism, engine: Engine, missing: Sequence[str]
 ) -> tuple[LatencyTable, ...] | None:
-    """Return what all providers offer; None if none of them has its data installed. Raises
-    InputError: a provider that does not load."""
+    """Return what all providers offer for parts without a table, ``missing``: parts that have one
+    keep it. None if no provider has its data installed. Raises InputError: a provider that does not
+    load."""
+    kinds = {kind for part in missing for kind in _KINDS.get(part, (part,))}
     offers = []
     for point in entry_points(group=GROUP):
         try:
@@ -41,4 +48,5 @@ def provided_tables(
             raise InputError(GROUP, problem) from error
         offers.append(provider(gpu, model, parallelism, engine))
     found = [offer for offer in offers if offer is not None]
-    return tuple(table for offer in found for table in offer) if found else None
+    tables = (table for offer in found for table in offer)
+    return tuple(table for table in tables if table.metadata.kind in kinds) if found else None

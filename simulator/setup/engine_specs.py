@@ -181,7 +181,7 @@ def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozens
         built = build_step_time_model(tables=own, **about)
     if built.missing:
         of = about["gpu"], about["model"], about["parallelism"], about["engine"]
-        provided = provided_tables(*of)
+        provided = provided_tables(*of, built.missing)
         if provided is not None:
             about["import_helps"] = False
             built = build_step_time_model(tables=(*own, *provided), **about)

@@ -103,3 +103,21 @@ def test_latent_attention_of_vllm_is_not_far_above_another_engines():
     kimi = Parts(load_model("Kimi-K2.5"), load_gpu("H200"), Parallelism(8), (), 4096)
     assert kimi.provenance["attention"]["label"] == "derived"
     assert "fp8_block projections" in kimi.provenance["attention"]["origin"]
+
+
+def test_a_cache_counts_before_projections():
+    """bfloat16 projections with an FP8 cache (DeepSeek-R1 in NVFP4) take attention of FP8 modules:
+    a module with a bfloat16 cache reads twice the bytes."""
+    model = load_model("DeepSeek-R1").model_copy(
+        update={"linear_dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    )
+    fp8, bfloat16 = (
+        Parts(model.model_copy(update={"kv_cache_dtype": kind}), load_gpu("B200"),
+              Parallelism(8), (), 4096, engine=Engine("trtllm"))
+        for kind in ("fp8", "bfloat16")
+    )  # fmt: skip
+    assert not fp8.warnings
+    assert "trtllm" in fp8.provenance["attention"]["framework"]
+    (_, decode, _), (_, other, _) = fp8._attention(4096)[0], bfloat16._attention(4096)[0]
+    batch, context = np.array([128.0]), np.array([4096.0])
+    assert decode.time_s(batch, context) < 0.7 * other.time_s(batch, context)

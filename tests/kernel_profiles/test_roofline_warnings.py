@@ -177,7 +177,7 @@ def test_a_provider_without_its_package_offers_nothing(monkeypatch, unknown_mode
 
     monkeypatch.setattr(packages, "PACKAGES", {})
     of = load_gpu("H100"), load_model(unknown_model), Parallelism(1), Engine()
-    assert providers.provided_tables(*of) is None
+    assert providers.provided_tables(*of, ["moe"]) is None
 
 
 def test_a_provider_that_does_not_load_is_named(monkeypatch, unknown_model):
@@ -185,4 +185,13 @@ def test_a_provider_that_does_not_load_is_named(monkeypatch, unknown_model):
     monkeypatch.setattr(providers, "entry_points", lambda group: [broken])
     of = load_gpu("H100"), load_model(unknown_model), Parallelism(1), Engine()
     with pytest.raises(InputError, match="'mine' does not load"):
-        providers.provided_tables(*of)
+        providers.provided_tables(*of, [])
+
+
+@pytest.mark.usefixtures("_as_declared", "package")
+@pytest.mark.parametrize("missing", [["moe", "gemm"], ["collectives"], []])
+def test_parts_that_have_tables_keep_them(unknown_model, missing):
+    """An import for want of one part replaces no other part's tables."""
+    of = load_gpu("H100"), load_model(unknown_model), Parallelism(1), Engine("sglang")
+    offered = providers.provided_tables(*of, missing)
+    assert {table.metadata.kind for table in offered} == {"moe"} & set(missing)
