@@ -51,7 +51,7 @@ from eldr_sim.simulator.plane.entry import stays
 from eldr_sim.simulator.plane.events import drop_first, leave, schedule, wake
 from eldr_sim.simulator.plane.front_end import FrontEnd, on_collected, on_read, on_tokenized, send
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, withdraw
-from eldr_sim.simulator.plane.kv.kv_manager import Engines, publish_tokens, side_of
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, side_of
 from eldr_sim.simulator.plane.scheduler.admission import blocks_are_pulled, blocks_have_come, fetch
 from eldr_sim.simulator.plane.scheduler.engine import boundary, leave_stages, take
 from eldr_sim.simulator.plane.scheduler.queues import give_back, remove, waits_for_blocks
@@ -368,7 +368,6 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
         if waits_for_blocks(engines.workers[w]):
             wake(clock, events, engines.workers, w)
         record.kv_here = True
-        publish_tokens(engines, record.worker, request, record.prompt_len)
         take(clock, events, engines, record.worker, request)
 
 

@@ -324,7 +324,6 @@ class ReferenceCluster:
         if source.scheduler.waits_for_blocks:
             source.wake()
         request.kv_here = True
-        target.scheduler.kv.cache_blocks(request, request.prompt_len)
         target.take(request)
 
     # --- the end ---

@@ -312,8 +312,12 @@ class Scheduler:
         wait in one queue."""
         if not defers_prompts:
             self.fill()
-        while self.kv_ready and self.is_open(1 + self.padding(self.kv_ready[0].tokens - 1)):
-            if not self.admit_kv_ready(self.kv_ready[0]):
+        while self.kv_ready and self.is_open():
+            request = self.kv_ready[0]
+            self.kv.cache_blocks(request, request.prompt_len)  # `_update_waiting_for_remote_kv`
+            if not self.is_open(1 + self.padding(request.tokens - 1)):
+                break
+            if not self.admit_kv_ready(request):
                 return
             self.kv_ready.pop(0)
         while (self.preempted or self.waiting) and self.is_open():

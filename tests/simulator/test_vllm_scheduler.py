@@ -1,7 +1,7 @@
 """Our engine against vLLM's own scheduler, step by step, on random loads.
 
 `vllm_scheduler.py` runs the scheduler and KV manager of vLLM 0.32 on a virtual clock. What it did
-with 62 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
+with 74 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
 (docs/capture.md, "vLLM on a CPU"), lets it do these again, and ``VLLM_LOADS`` more (2,000).
 ``vllm_steps_old.json`` holds loads of older versions with rules that have changed since;
 ``VLLM_PYTHONS`` (``0.30=PYTHON 0.24=PYTHON``) has these, and compares any other version.
@@ -27,6 +27,7 @@ from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
+from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
 from ..on_each import on_each
@@ -91,14 +92,28 @@ FEATURES = {
         "states": 2, "drafts": True, "async": True, "tight": True, "prefix_caching": False,
     },
     "sliding windows": {"windows": [8, 8]},
+    "KV connector": {"remote": True, "shared": True},
+    "KV connector, asynchronous": {"remote": True, "async": True, "shared": True},
+    "KV connector, preemption": {"remote": True, "tight": True, "shared": True},
+    "KV connector, asynchronous, preemption": {
+        "remote": True, "async": True, "tight": True, "shared": True,
+    },
+    "KV connector, speculative decoding, asynchronous": {
+        "remote": True, "drafts": True, "async": True, "shared": True,
+    },
+    "KV connector, priorities, preemption": {
+        "remote": True, "priority": True, "tight": True, "shared": True,
+    },
 }  # fmt: skip
-_N_RECORDED = 62
+_N_RECORDED = 74
 #: Features with rules that a version does not share with the newest: of 0.30 the threshold, which
 #: also cut the prompt of a lone request, of 0.24 placeholder drafts as well, which it did not have.
 OLD = {
     "0.30": [name for name in FEATURES if "threshold" in name],
     "0.24": [
-        name for name, about in FEATURES.items() if about.get("drafts") and about.get("shared")
+        name
+        for name, about in FEATURES.items()
+        if about.get("drafts") and about.get("shared") and not about.get("remote")
     ],
 }
 
@@ -133,6 +148,8 @@ def case(feature, seed):
     settings |= {k: traits[k] for k in names if k in traits}
     settings["blocks"] += traits.get("states", 0)
     settings["blocks"] += most * len(traits.get("windows", ()))
+    if traits.get("remote"):
+        settings["remote"] = float(rng.choice([0.0078125, 0.75, 5.0]))
     if traits.get("threshold"):
         settings["threshold"] = int(rng.choice([3, 6, 12]))
     if traits.get("drafts"):
@@ -202,8 +219,14 @@ def ours(make_cluster, make_workload):
         keys = None
         if settings.get("priority"):
             keys = np.array([float(r["priority"]) for r in requests])
+        remote = {"n_prefill": 0}
+        if "remote" in settings:  # prompts take no time
+            about = {"step_time": by_hand(seqs=64, tokens=_LONGEST), "max_num_seqs": 64,
+                     "max_num_batched_tokens": _LONGEST, "n_blocks": 1 << 20}  # fmt: skip
+            latency = TransferModel(settings["remote"], 0.0, 1e30, "test")
+            remote = {"prefill": about, "transfer": latency}
         cluster = make_cluster(
-            workload, n_prefill=0, decode=engine, block_size=size, max_num_seqs=seats,
+            workload, **remote, decode=engine, block_size=size, max_num_seqs=seats,
             max_num_batched_tokens=settings["budget"], n_blocks=settings["blocks"],
             max_model_len=settings["max_model_len"], prompts=False, queue_keys=keys,
             preempt_by_key=keys is not None, async_scheduling=bool(settings.get("async")),
@@ -220,10 +243,11 @@ def told(record):
     steps = record.decode_steps
     columns = [steps["start"], steps["end"], steps["sequences"], steps["tokens"]]
     columns[3] = columns[3] + steps["chunk_tokens"]
-    requests = {
-        name: record.requests[name].tolist()
-        for name in ("first_token_s", "finish_s", "cached_tokens", "preemptions")
-    }
+    names = ("first_token_s", "finish_s", "preemptions")
+    requests = {name: record.requests[name].tolist() for name in names}
+    transferred = (record.requests["transfer_end_s"] >= 0).any()
+    cached = "decode_cached_tokens" if transferred else "cached_tokens"
+    requests["cached_tokens"] = record.requests[cached].tolist()
     return np.column_stack(columns), requests
 
 
@@ -371,6 +395,7 @@ def test_vllm_does_what_was_recorded():
 
 @needs_vllm
 @pytest.mark.live
+@pytest.mark.slow  # no limit of its time
 def test_2000_loads_equal_vllms_own_scheduler(ours):
     """Prints, by feature, the steps compared and those that differ."""
     each = loads(int(os.environ.get("VLLM_LOADS", "2000")), list(FEATURES))

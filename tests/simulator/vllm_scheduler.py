@@ -5,6 +5,7 @@ Run by a Python that has vLLM (docs/capture.md, "vLLM on a CPU"). Standard input
 blocks, prefix caching and preemption are vLLM's; the clock, the tokens and their times are not.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -37,10 +39,12 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+#: The connector of ``--backend vllm``, which moves nothing; vLLM imports it by its name.
+_CONNECTOR = Path(__file__).parents[2] / "simulator" / "engine_code" / "vllm_connector.py"
 #: A model that is never loaded.
 _MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
@@ -72,11 +76,18 @@ def make_scheduler(folder, settings):
         model_config=model, scheduler_config=scheduling, cache_config=cache,
         parallel_config=ParallelConfig(), device_config=DeviceConfig("cpu"),
     )  # fmt: skip
+    if "remote" in settings:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="SimulatedConnector", kv_role="kv_consumer",
+            kv_connector_module_path=connector_module(),
+        )  # fmt: skip
     if drafts:
         config.speculative_config = SpeculativeConfig(
             method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2,
             target_model_config=model, target_parallel_config=ParallelConfig(),
         )  # fmt: skip
+        if "remote" in settings:  # a head, which computes the last cached block again
+            config.speculative_config.method = "mtp"
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs(settings))]
     kv = KVCacheConfig(
         num_blocks=settings["blocks"] + 1, kv_cache_tensors=[], kv_cache_groups=groups
@@ -89,6 +100,14 @@ def make_scheduler(folder, settings):
     )  # fmt: skip
     made.num_lookahead_tokens = get("lookahead", 0)
     return made
+
+
+def connector_module():
+    """Import the connector under a name of its own, and return that."""
+    spec = importlib.util.spec_from_file_location("vllm_connector", _CONNECTOR)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return spec.name
 
 
 def specs(settings):
@@ -121,6 +140,10 @@ class Oracle:
         self.preempts = False  # in the last plan
         self.seen = [{"token_s": []} for _ in self.given]
         self.live, self.hasher = {}, None
+        #: Requests whose KV cache comes from another engine: to be loaded, loading until, begun.
+        self.to_load, self.loading, self.loaded = [], {}, set()
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.fetches = self.fetches
         if self.settings.get("prefix_caching", True):
             init_none_hash(_HASH)
             self.hasher = get_request_block_hasher(self.settings["block_size"], _HASH)
@@ -138,6 +161,32 @@ class Oracle:
         self.scheduler.add_request(request)
         self.live[str(i)] = request
 
+    def fetches(self, rid, cached):
+        """Whether the KV cache of a request is loaded, where ``cached`` of its tokens are here."""
+        if rid not in self.loaded:
+            self.seen[int(rid)]["cached"] = cached
+        return rid not in self.loaded
+
+    def start_loads(self, requests):
+        """Let KV caches come."""
+        self.loaded.update(requests)
+        self.loading |= dict.fromkeys(requests, self.now + self.settings.get("remote", 0.0))
+
+    def events(self):
+        """Return which KV caches have come since a step said so."""
+        here = {rid for rid, at in self.loading.items() if at <= self.now}
+        self.loading = {rid: at for rid, at in self.loading.items() if rid not in here}
+        return KVConnectorOutput(finished_recving=here) if here else None
+
+    def receive(self):
+        """Let an engine that computes nothing see which KV caches are here."""
+        self.now = max(self.now, min(self.loading.values()))
+        planned = self.scheduler.schedule()
+        assert not planned.num_scheduled_tokens
+        self.scheduler.update_from_output(
+            planned, ModelRunnerOutput([], {}, kv_connector_output=self.events())
+        )
+
     def schedule(self):
         """Plan a step, and note what each request computes in it; False if there is none."""
         while self.coming and self.given[self.coming[0]]["at"] <= self.now:
@@ -147,17 +196,25 @@ class Oracle:
             return False
         planned = self.scheduler.schedule()
         self.preempts = bool(planned.preempted_req_ids)
+        loads = []
+        if self.scheduler.connector is not None:
+            loads, self.scheduler.connector.loading = self.scheduler.connector.loading, []
         for new in planned.scheduled_new_reqs:
             self.seen[int(new.req_id)].setdefault("cached", new.num_computed_tokens)
         if not planned.num_scheduled_tokens:
+            if self.flying:
+                self.to_load += loads
+            else:
+                self.start_loads(loads)
             return False
         gets = {rid: not self.live[rid].is_prefill_chunk for rid in planned.num_scheduled_tokens}
-        self.flying.append((planned, gets))
+        self.flying.append((planned, gets, loads))
         return True
 
     def end_step(self):
         """Let the first step in flight take its time, and hand its tokens over."""
-        planned, gets = self.flying.popleft()
+        planned, gets, loads = self.flying.popleft()
+        self.start_loads(loads)
         tokens = planned.num_scheduled_tokens
         start, ids = self.now, list(tokens)
         self.now += self.costs["step"] + self.costs["token"] * sum(tokens.values())
@@ -170,9 +227,11 @@ class Oracle:
             planned,
             ModelRunnerOutput(
                 req_ids=ids, req_id_to_index={rid: k for k, rid in enumerate(ids)},
-                sampled_token_ids=sampled,
+                sampled_token_ids=sampled, kv_connector_output=self.events(),
             ),
         )  # fmt: skip
+        self.start_loads(self.to_load)  # of a step without tokens
+        self.to_load = []
         drafting = []
         for rid in ids:
             got = self.live[rid].num_output_tokens - before[rid]
@@ -204,10 +263,14 @@ class Oracle:
                 pass
             if self.flying:
                 self.end_step()
-            elif self.preempts:
+                continue
+            coming = self.given[self.coming[0]]["at"] if self.coming else math.inf
+            if self.preempts:
                 continue  # it has planned nothing but preemptions, and plans again at once
-            elif self.coming and self.given[self.coming[0]]["at"] > self.now:
-                self.now = self.given[self.coming[0]]["at"]
+            if self.loading and min(self.loading.values()) <= coming:
+                self.receive()
+            elif self.now < coming < math.inf:
+                self.now = coming
             elif not self.schedule():
                 raise RuntimeError("requests wait that never fit")
         for i, seen in enumerate(self.seen):

@@ -19,6 +19,7 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     cached_tokens,
     can_join,
     only_prompts,
+    publish_tokens,
     side_of,
 )
 from eldr_sim.simulator.plane.scheduler.chunks import (
@@ -56,6 +57,9 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
         fill(engines, w)
     while worker.arrived_head >= 0:
         request = worker.arrived_head
+        if not _is_open(engines, w, _NONE):
+            break
+        publish_tokens(engines, w, request, requests[request].prompt_len)
         context = requests[request].prompt_len + requests[request].generated - 1
         padded = padding(engines, w, context)
         if not _is_open(engines, w, padded):
