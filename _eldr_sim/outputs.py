@@ -50,6 +50,16 @@ def keeping(say: Callable[[], str]) -> Iterator[None]:
         raise
 
 
+def check_place(out: Path, field: str = "out") -> None:
+    """Raise InputError where nothing can be written to ``out``, by a try in the first folder above
+    it that exists. ``field``: the option that named it."""
+    above = next(place for place in Path(out).absolute().parents if place.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}-", dir=above))
+    except OSError as error:
+        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
+
+
 @contextmanager
 def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
     """Write a file completely or not at all.

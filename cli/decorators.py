@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from eldr_sim.errors import PLOT, needed
+from eldr_sim.outputs import check_place
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -105,10 +106,23 @@ class Option(click.Option):
         return super().get_help_record(ctx)
 
 
+#: Options that name what a command writes at its end.
+_WRITTEN = ("--out", "--report", "--freeze")
+
+
+def _check_place(context: click.Context, parameter: click.Parameter, out: Path | None) -> Any:
+    """Raise InputError, before anything runs, where ``out`` cannot be written."""
+    if out is not None and not context.resilient_parsing:
+        check_place(out, str(parameter.name))
+    return out
+
+
 def option(names: str, kind: Any = None, help: Help = None, **more: Any) -> Decorator:
     """Return ``click.option``. ``names``: spellings, and the parameter's name where that is
     another; ``kind``: bool for a flag, Path, choices, or a type of click's; ``more``: ``section``
     and ``common`` as of `Option`, and what ``click.option`` takes."""
+    if names.split()[0] in _WRITTEN:
+        more["callback"] = _check_place
     if kind is bool:
         more["is_flag"] = True
     elif kind is Path:

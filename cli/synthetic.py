@@ -25,6 +25,7 @@ from eldr_sim.traces.routing.synthetic.presets import (
 from eldr_sim.traces.routing.synthetic.reshape import with_layers
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize as write_synthetic
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize_like
+from eldr_sim.traces.routing.writer import check_target
 from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin, twin_report
 
 
@@ -111,6 +112,7 @@ def synthesize(
     """Write a synthetic routing trace of any shape, from a preset or a fitted model."""
     if (preset is None) == (fitted is None):
         raise InputError("preset", "give either --preset or --from", ", ".join(PRESETS))
+    check_target(out, options["force"])
     if preset is not None and like is not None and options["domains"] is None:
         options["domains"] = ",".join(open_trace(like).domains)
     model = _preset(preset, options) if preset is not None else _fitted(str(fitted), options)

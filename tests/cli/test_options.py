@@ -3,19 +3,23 @@
 import json
 import re
 import sys
+from pathlib import Path
 from typing import get_args
 
 import click
 import pyarrow.parquet as pq
 import pytest
 
+from eldr_sim.cli import synthetic
 from eldr_sim.cli.decorators import OUTPUT, OWN
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.run_options import TITLES, config_from_options, run_options
+from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
+from eldr_sim.traces.routing.imports import importers
 
 from ..on_each import on_each
 
@@ -168,3 +172,44 @@ def test_pictures_that_cannot_be_drawn_are_said_first(
     said = f"Error: {field}: {package} is not installed (allowed: pip install 'eldr-sim[plot]')"
     assert (code, out, error.splitlines()[-1]) == (2, "", said)
     assert list(tmp_path.iterdir()) == []
+
+
+def commands(group=cli, above=()):
+    """Yield every command with its words."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if isinstance(found, click.Group):
+            yield from commands(found, (*above, name))
+        else:
+            yield (*above, name), found
+
+
+WRITTEN = [
+    (" ".join(words), param.opts[0])
+    for words, command in commands()
+    for param in command.params
+    if param.opts[0] in ("--out", "--report", "--freeze")
+]
+
+
+@on_each("named", WRITTEN)
+def test_what_cannot_be_written_is_refused_before_anything_runs(named):
+    words, option = named
+    found = {" ".join(each): command for each, command in commands()}[words]
+    param = next(param for param in found.params if option in param.opts)
+    out = Path("/dev/null/x")
+    with pytest.raises(InputError, match=f"{param.name}: cannot write {out}: Not a directory"):
+        param.callback(click.Context(found), param, out)
+
+
+def test_existing_traces_are_kept_before_anything_is_drawn(run_cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "_preset", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(importers, "detect_format", lambda *_: pytest.fail("read"))
+    about = ("--model", "m", "--captured-by", "a", "--source-data", "b", "--out", tmp_path)
+    for words in (
+        ("synthesize", "--preset", "Mixtral-8x7B", "--out", tmp_path),
+        ("import", "x.npz", *about),
+    ):
+        code, _, error = run_cli("trace", *words)
+        assert (code, "exists (allowed: a new folder, or --force)" in error) == (2, True), error

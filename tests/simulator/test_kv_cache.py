@@ -254,6 +254,30 @@ def test_cache_equals_vllms_pool(seed, n_blocks, size, prefix):
     assert cache.n_free == n_blocks
 
 
+@given(seed=st.integers(0, 2**32), n_blocks=st.integers(6, 30), size=st.integers(1, 3))
+def test_contexts_of_any_length_find_their_own_blocks_in_several_runs(seed, n_blocks, size):
+    """A request that comes back with a shorter context leaves the blocks behind it to a run of
+    their own, and has a younger run when it is released again."""
+    rng = np.random.default_rng(seed)
+    cache = Cache(n_blocks, size, [8 * size] * 3, [()] * 3)
+    slow, held = SlowCache(cache), set()
+    for request in rng.integers(3, size=60).tolist():
+        if request in held:
+            held.remove(request)
+            for each in (cache, slow):
+                each.release(request)
+        else:
+            tokens = int(rng.integers(1, 8 * size))
+            cached = cache.allocate(request, tokens)
+            assert cached == slow.allocate(request, tokens)
+            if cached is not None:
+                held.add(request)
+                computed = int(rng.integers(cached, tokens + 1))
+                for each in (cache, slow):
+                    each.publish(request, computed)
+        assert_same_state(cache, slow)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_hash_table_forgets_nothing_but_what_is_evicted(seed):
     """INV-8: 40 prompts of a block each pass through 8 blocks: slots fill, move and empty."""

@@ -52,7 +52,7 @@ def write_trace(
     `RoutingTrace`; ``domain`` by name; ``session``: each request its own by default; ``about``:
     fields of `Manifest` that do not follow from the rest."""
     target = Path(out)
-    _check_target(target, force)
+    check_target(target, force)
     ids = _checked_ids(experts, about["n_experts"])
     encoding: Encoding = about.setdefault("encoding", "npy")
     about["rank_groups"] = check_groups(about.get("rank_groups"), ids.shape[2], "rank_groups")
@@ -94,10 +94,13 @@ def write_trace(
     return open_trace(target, verify_checksum=False)  # verified above
 
 
-def _check_target(target: Path, force: bool) -> None:
-    if target.exists() and not force:
-        raise InputError("out", f"{target} exists", "a new folder, or force")
-    if target.exists() and any(target.iterdir()) and not (target / "manifest.json").exists():
+def check_target(out: str | os.PathLike[str], force: bool) -> None:
+    """Raise InputError where `write_trace` would refuse its folder."""
+    target = Path(out)
+    if os.path.lexists(target) and not force:
+        raise InputError("out", f"{target} exists", "a new folder, or --force")
+    kept = not target.is_dir() or any(target.iterdir())
+    if target.exists() and kept and not (target / "manifest.json").exists():
         raise InputError("out", f"{target} exists and is not a trace", "a new folder, or a trace")
 
 

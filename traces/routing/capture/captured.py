@@ -15,7 +15,7 @@ from eldr_sim.traces.routing.calibration import check_fraction, split_calibratio
 from eldr_sim.traces.routing.capture.prompts import Prompt
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores
-from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.traces.routing.writer import check_target, write_trace
 
 
 @dataclass
@@ -90,8 +90,7 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
 
 def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
     """Raise InputError for what `write_captured` would refuse after a long capture."""
-    if Path(out).exists() and not force:
-        raise InputError("out", f"{out} exists", "a new folder, or --force")
+    check_target(out, force)
     check_fraction(calibration_fraction)
 
 

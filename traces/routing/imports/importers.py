@@ -13,7 +13,7 @@ from eldr_sim.traces.routing.calibration import check_fraction, split_calibratio
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.imports.dumps import ImportedRouting
 from eldr_sim.traces.routing.imports.formats import READERS, detect_format
-from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.traces.routing.writer import check_target, write_trace
 
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
@@ -45,6 +45,7 @@ def import_trace(
     ``prompt_share``: of tokens of one phase, how many stand for the prompt; ``notes``: what the
     file says is added; ``about``: of `write_trace`."""
     check_fraction(calibration_fraction)
+    check_target(out, about.get("force", False))
     source = Path(path)
     kind = format or detect_format(source)
     if kind not in READERS:

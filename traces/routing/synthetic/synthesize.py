@@ -16,7 +16,7 @@ from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.manifest import SYNTHETIC
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.sampler import sample_experts
-from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.traces.routing.writer import check_target, write_trace
 from eldr_sim.traces.streams import stream
 
 _MOST_REQUESTS = 1_000_000
@@ -96,8 +96,7 @@ def _write(
     progress: Progress = lambda share: None,
 ) -> RoutingTrace:
     """Write requests of these domains, prompt and output tokens and splits, or a span of them."""
-    if os.path.lexists(out) and not force:
-        raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    check_target(out, force)
     used = [name for d, name in enumerate(model.domains) if (columns[0] == d).any()]
     first, last = span or (0, len(columns[0]))
     domain, prompt_len, output_len, is_calibration = (column[first:last] for column in columns)
