@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.writer import write_trace
@@ -145,6 +147,30 @@ def test_domain_without_calibration_requests(tmp_path):
     with pytest.raises(InputError, match="no calibration request of domain 'y'"):
         calibration_set(trace, workload="log", domain_mix={"y": 1})
     assert calibration_set(trace, workload="log", domain_mix={"x": 1}).requests.tolist() == [0]
+
+
+def test_eldr_serves_a_domain_that_its_calibration_lacks(tmp_path):
+    """It routes by signature: requests of y, all unseen, go where their experts are."""
+    rng, half, served = np.random.default_rng(0), np.arange(64) < 32, 24
+    like = {"x": np.where(half, 4.0, 0.0), "y": np.where(half, 0.0, 4.0), "z": np.zeros(64)}
+    names = [["x", "z"][i % 2] for i in range(served)] + [["x", "y", "z"][i % 3] for i in range(36)]
+    noise = rng.gumbel(size=(len(names), 12, 2, 64))
+    chosen = np.argsort(-(noise + np.stack([like[d] for d in names])[:, None, None]))[..., :8]
+    trace = write_trace(
+        tmp_path / "t", experts=chosen.reshape(-1, 2, 8), request_id=[f"{i}" for i in range(60)],
+        domain=names, prompt_len=[6] * 60, output_len=[6] * 60,
+        is_calibration=[i < served for i in range(60)], model="m", n_experts=64,
+        domains=["x", "y", "z"], captured_by="test", source_data="drawn", tool_versions={},
+        provenance="synthetic",
+    )  # fmt: skip
+    values = {
+        "trace": str(trace.path), "model": "OLMoE-1B-7B", "topology": "1P2D", "workload": "trace",
+        "policy": "eldr:tau=0", "num_requests": 90, "output_len": 6, "warmup": 0,
+    }  # fmt: skip
+    rows = simulate(make_config(values)).requests.to_pandas()
+    of = {d: rows.decode_worker[rows.domain == d] for d in ("x", "y")}
+    assert len(of["y"]) > 10
+    assert len(np.unique(of["y"])) == 1  # one cluster, although no label and no fit named it
 
 
 def test_few_requests_are_cut_into_as_many_pieces_as_are_asked_for():

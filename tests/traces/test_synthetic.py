@@ -505,8 +505,9 @@ def test_popularity_of_some_domains_moves_their_load_alone():
 
 def test_what_requests_have_by_themselves_and_their_mix_of_kinds_are_scaled_apart():
     model = fitted_model("gpt-oss-20b")
-    apart = scaled(model, topics=0.5, own=4.0, mixes=0.0)
+    apart = scaled(model, topics=0.5, own=4.0, mixes=0.0, kinds=0.5, fast=3.0, slow=4.0)
     assert apart.own == pytest.approx(2 * model.own)
+    np.testing.assert_allclose(apart.drift_sd, np.array([1.5, 2.0]) * model.drift_sd)
     np.testing.assert_allclose(apart.topics, 0.5 * model.topics)
     np.testing.assert_allclose(apart.topic_kinds, np.tile(model.kind_share, (256, 1)))
 

@@ -75,6 +75,8 @@ class Parameters:
     topics: float = 1.0  #: factor on what a request's topic adds, and the request itself
     reuse: float = 1.0  #: factor on what is added for an expert that the token before chose
     own: float = 1.0  #: factor on what each request has by itself, on top of ``topics``
+    fast: float = 1.0  #: factor on the drift over some tokens, on top of ``kinds``
+    slow: float = 1.0  #: the same for the drift over some sentences
     mixes: float = 1.0  #: power to which a topic's shares of kinds, over the mean's, are raised
     language_popularity: float = 1.0  #: ``popularity`` of the language mix alone
     #: Share of a prompt's tokens of the kind that only prompts have; see `PROMPT_ONLY`.
@@ -136,9 +138,11 @@ _MIDDLE = {"task": 0.34, "language": 0.12}
 _HIGH = {"task": 0.8, "language": 0.35}
 
 #: Factors on gpt-oss-20b that give the load, the distinct experts, the variance between requests
-#: and its dimensions measured of half of DeepSeek-V2-Lite-Chat's prompts, see studies/synthetic.
+#: and its dimensions, and how much a prompt's first quarter says about the rest, measured of half
+#: of DeepSeek-V2-Lite-Chat's prompts, see studies/synthetic.
 _LITE = {
-    "popularity": 0.0, "kinds": 0.82, "topics": 0.42, "mixes": 0.45, "own": 2.6, "reuse": 0.0,
+    "popularity": 0.0, "kinds": 0.70, "topics": 0.36, "mixes": 0.45, "own": 2.8, "fast": 1.5,
+    "slow": 2.6, "reuse": 0.0,
 }  # fmt: skip
 _LITE_FIGURES = "load, distinct experts and spread of requests measured of DeepSeek-V2-Lite-Chat"
 

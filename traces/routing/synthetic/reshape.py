@@ -98,11 +98,13 @@ def scaled(
     topics: float = 1.0,
     reuse: float = 1.0,
     own: float = 1.0,
+    fast: float = 1.0,
+    slow: float = 1.0,
     mixes: float = 1.0,
 ) -> RoutingModel:
     """Return a model with choices that differ more or less; the factors are those of
     `Parameters`."""
-    if popularity == kinds == topics == reuse == own == mixes == 1.0:
+    if popularity == kinds == topics == reuse == own == fast == slow == mixes == 1.0:
         return model
     usual = np.log(_first_chance(model))
     mean = np.einsum("k,lke->le", model.kind_share, model.kinds)[:, None]
@@ -114,7 +116,7 @@ def scaled(
         kinds=mean + kinds * (model.kinds - mean),
         topics=topics * model.topics,
         own=topics * own * model.own,
-        drift_sd=kinds * model.drift_sd,
+        drift_sd=kinds * np.array([fast, slow]) * model.drift_sd,
         reuse=reuse * model.reuse,
     )
     for _ in range(_BALANCING_TURNS):
