@@ -274,3 +274,13 @@ def test_provenance_names_where_the_ranks_came_from():
     assert "one of 4 ranks" in taken.provenance["moe"]["origin"]
     assert measured.provenance["collectives"]["label"] == "imported"
     assert build(gpu="MI300X").provenance["collectives"]["label"] == "derived"
+
+
+@on_each("name", list_models())
+def test_stages_together_hold_all_layers(name):
+    """The fullest stage also has a layer of those that do not divide."""
+    model = load_model(name)
+    for stages in (2, 3, 5, 7):
+        split = Parallelism(pipeline_parallel_size=stages)
+        held, layers = split.kv_bytes_per_token(model), -(-model.n_layers // stages)
+        assert held * model.n_layers >= layers * model.kv_bytes_per_token

@@ -1,10 +1,13 @@
 """A GPU's tables from its sibling's: what memory bounds goes with the bandwidth, what FLOPs bound
 with these, what links bound with the links."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels import sibling_tables
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.kernels.sibling_tables import FIT_ERROR, gpu_table
 from eldr_sim.kernel_profiles.models import load_model
@@ -224,3 +227,14 @@ def test_dispatch_and_combine_are_the_siblings():
         there, here = (build_all_to_all(QWEN, gpu, backend, 8) for gpu in (LARGE, SMALL))
         assert here.combine_s(256, 0) == there.combine_s(256, 0)
         assert (there.label, here.label) == ("imported", "derived")
+
+
+def test_an_all_reduce_sends_twice_what_an_all_gather_does():
+    rows = {
+        "message_bytes": np.array([1e9, 1e9]), "n_gpus": np.array([8, 8]),
+        "operation": np.array(["all_reduce", "all_gather"]),
+    }  # fmt: skip
+    table = SimpleNamespace(columns=rows, metadata=SimpleNamespace(kind="collective"))
+    h100 = load_gpu("H100")
+    reduced, gathered = sibling_tables._message_s(table, h100, h100)
+    assert reduced == 2 * gathered

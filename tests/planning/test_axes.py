@@ -10,6 +10,7 @@ from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.answer import _kv_bytes
 from eldr_sim.planning.search.axes import Axes, Space, parse_axes
 from eldr_sim.planning.search.goals import Cheapest, find
+from eldr_sim.planning.search.sensitivity import _by_gpu
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -289,3 +290,10 @@ def test_a_default_that_leaves_no_memory_is_a_shape_that_does_not_fit():
     for shape in wide:
         with pytest.raises(InputError, match=r"H100 holds 0\.1 GB"):
             prepare(shape)
+
+
+@pytest.mark.parametrize("topology", ["2P3D", "4C"])
+def test_the_prices_of_gpus_add_up_to_that_of_the_cluster(topology):
+    fields = {"topology": topology, "price_per_gpu_hour": 2.5, "tensor_parallel_size": 2}
+    config = make_config(BASE | fields)
+    assert sum(_by_gpu(config).values()) == pytest.approx(config.price_per_hour)

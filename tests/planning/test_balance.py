@@ -75,6 +75,8 @@ def test_copies_share_the_load_of_their_expert():
 def test_placements_are_judged_on_the_second_half(step_time):
     even = examine(counters(first_rank(5.0), first_rank(1.0)), step_time, RANKS, 256)
     assert even.options[0].busiest == pytest.approx(1.0)
+    alone = examine(counters(first_rank(1.0)), step_time, RANKS, 256)
+    assert even.options[0].step_ms == alone.options[0].step_ms
 
 
 def test_metro_takes_its_overhead_in_each_layer_and_no_more(step_time):

@@ -129,7 +129,8 @@ def test_a_session_keeps_its_worker_for_its_lifetime():
     assert first == 0
     assert policy.select(RequestInfo(1, 9, 0, session=5), busy._replace(now_s=10.0)) == 0
     assert policy.select(RequestInfo(2, 9, 0, session=6), busy._replace(now_s=10.0)) != 0
-    assert policy.select(RequestInfo(3, 9, 0, session=5), busy._replace(now_s=20.5)) != 0
+    assert policy.select(RequestInfo(3, 9, 0, session=5), busy._replace(now_s=20.0)) == 0
+    assert policy.select(RequestInfo(4, 9, 0, session=5), busy._replace(now_s=30.5)) != 0
 
 
 @on_each("word", [*AWARE, "seconds"])
@@ -170,6 +171,9 @@ def test_prompts_take_what_their_chunks_do(cost):
     prompts = PromptSeconds(cost, context(2))
     _, own = prompts.of(RequestInfo(0, 1000, 0), view([0, 0], [0, 999]))
     assert own == pytest.approx([prompt_s(cost, 1000, 0, 8192), prompt_s(cost, 1, 999, 8192)])
+    prompts.send(0, 50.0, 3.0)
+    later = view([1, 1], [0, 0])._replace(now_s=51.0)
+    assert prompts.of(RequestInfo(1, 1000, 0), later)[0] == pytest.approx([2.0, 0.0])
 
 
 def test_one_worker_leaves_no_choice():

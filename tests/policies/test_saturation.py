@@ -307,3 +307,12 @@ def test_a_chunk_takes_its_own_work_from_the_load():
         assert policy.load[0] == pytest.approx(WORK.flops(1000 - done, done))
     policy.on_tokens(0, 1)
     assert policy.load == [0.0]
+
+
+def test_what_an_idle_worker_never_computed_is_no_longer_promised():
+    policy = router(2, "saturation:threshold=1e9")
+    lost = prompt(0, 160, ("lost", 10))
+    worker = policy.select(lost, Workers.idle([0, 0]))
+    assert policy.matches(lost)[worker] == 10
+    policy.select(prompt(1, 160), Workers.idle([0, 0]))
+    assert policy.matches(lost) == [0, 0]

@@ -426,3 +426,11 @@ def test_a_rounding_error_takes_no_worker():
     from eldr_sim.policies.scaling.base import whole_workers
 
     assert [whole_workers(x) for x in (3 * 0.1 / 0.1, 3.01, 0.0, -1.0)] == [3, 4, 0, 0]
+
+
+@pytest.mark.parametrize("memory", [1.0, 120.0, 1e4])
+def test_the_mean_request_forgets_old_ones_with_the_time_constant_asked_for(memory):
+    rule = make(f"seconds:memory={memory}")
+    for tokens, expected in ((100.0, 100.0), (300.0, 300.0 - 200.0 * math.exp(-15.0 / memory))):
+        pool = view(2, prompt_tokens=tokens, output_tokens=tokens, cached_tokens=tokens)
+        assert rule._means(pool, 15.0) == pytest.approx((expected,) * 3)

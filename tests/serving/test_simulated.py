@@ -345,6 +345,9 @@ def test_metrics_are_those_of_clients_and_quiet_at_the_end():
     assert samples["vllm:inter_token_latency_seconds_count", "0"] == sum(range(4, 24))
     assert samples["vllm:num_preemptions_total", "0"] == 0
     records = service.core.cluster.requests[:20]
+    per_token = (records["finish_s"] - records["first_token_s"]) / (records["output_len"] - 1)
+    name = "vllm:request_time_per_output_token_seconds_sum"
+    assert samples[name, "0"] == pytest.approx(per_token.sum())
     ttft = (records["first_token_s"] - records["arrival_s"]).sum()
     assert samples["vllm:time_to_first_token_seconds_sum", "0"] == pytest.approx(ttft)
     queue, prefill, decode, inference = (
@@ -421,3 +424,21 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     assert replay(tmp_path / "log").summary["completed"] == 1
+
+
+def test_time_goes_on_from_where_it_is_at_another_speed():
+    service = Service(CONFIG, speed=SPEED)
+
+    async def talk(_session, _url):
+        core, loop = service.core, asyncio.get_running_loop()
+        await asyncio.sleep(0.05)
+        stands, loop.time = loop.time(), lambda: stands
+        before = core.now_s
+        core.set_speed(7 * SPEED)
+        after = core.now_s
+        del loop.time
+        return before, after
+
+    before, after = against(service, talk)
+    assert after == pytest.approx(before, rel=1e-9)
+    assert before > 0.0

@@ -263,20 +263,6 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing(early):
         assert free_of(cluster)[:4] == (False, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("topology", "early"), [((2, 2), False), ((2, 2), True), ((0, 2), False)])
-def test_a_client_that_gives_up_at_any_moment_of_its_request_equals_the_reference(topology, early):
-    """Also between the plan of a step that its request joins and the start of that step."""
-    arguments = small(topology, early)
-    _, whole = run_with(arguments, FaultPlan(()))
-    for i, request in enumerate(whole.requests):
-        for at in sorted({float(request[name]) for name in LIFE if request[name] > 0.0}):
-            cancel = np.full(len(whole.requests), np.inf)
-            cancel[i] = at
-            plan = {"faults": FaultPlan((), cancel)}
-            cluster, reference = make_pair(arguments | plan, "least_loaded", "jsq")
-            assert_same(cluster.run(), reference.run())
-
-
 class Stubborn(RouterPolicy):
     """Always chooses worker 0."""
 

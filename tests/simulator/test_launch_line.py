@@ -442,3 +442,10 @@ def test_bytes_and_tokens_of_the_kv_cache_bound_its_blocks():
     roomy = {"engine": "sglang", "num_gpu_blocks_override": 10**9}
     assert blocks_of(**roomy) == blocks_of(engine="sglang")
     assert blocks_of(**roomy | {"num_gpu_blocks_override": 101}) == 100
+
+
+@pytest.mark.parametrize("engine", ["vllm --api-server-count", "sglang --tokenizer-worker-num"])
+def test_every_server_of_a_cluster_has_the_processes_of_its_line(engine):
+    name, option = engine.split()
+    fields = {"engine": name, "engine_args": f"{option} 3", "topology": "4C"}
+    assert make_config(fields).front_end.api_servers == 12

@@ -100,3 +100,31 @@ def test_what_the_reference_does_not_model_is_refused_by_name():
         with pytest.raises(InputError) as error:
             simulate(config, backend="simpy")
         assert error.value.field == field
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_client_that_leaves_as_another_s_end_lets_its_request_join(async_scheduling):
+    """Between the plan of a step that a request joins and its start: it never stood in a batch."""
+    fields = RUN | {
+        "topology": "1P1D", "prefill_policy": "least_loaded", "num_requests": 3,
+        "decode": {"max_num_seqs": 2}, "async_scheduling": async_scheduling,
+    }  # fmt: skip
+
+    def leaves(backend):
+        sim, seen = Simulation(make_config(fields), arrivals=False, backend=backend), []
+
+        def client():
+            short = sim.cluster.request(prompt_len=50, output_len=10)
+            long = sim.cluster.request(prompt_len=50, output_len=60)
+            third = sim.cluster.submit(50, 30)
+            yield short
+            sim.cluster.cancel(third)
+            ended = yield long
+            seen.extend([ended.ttft_s, ended.finish_s])
+
+        sim.env.process(client())
+        result = sim.run(until=30.0)
+        return [*seen, *result.record.gaps["resumed_s"].tolist()]
+
+    compiled, reference = map(leaves, ("compiled", "simpy"))
+    assert compiled == pytest.approx(reference, rel=1e-9)

@@ -196,3 +196,12 @@ def test_a_stretched_part_has_the_rate_and_the_warm_up_asked_for(gateway):
 def test_a_part_that_there_is_not_is_one_line(gateway, fields, message):
     with pytest.raises(InputError, match=message):
         offered(gateway, **fields)
+
+
+@given(st.integers(3, 9), st.sampled_from([None, 2, 99]), st.sampled_from([0.5, 3.0]))
+def test_n_requests_have_one_gap_fewer_unless_others_follow(tmp_path_factory, n, until, rate):
+    """Requests one second apart have a rate of 1/s, however few they are."""
+    path = tmp_path_factory.mktemp("even") / "log.csv"
+    log = read_request_log(write_log(path, range(n)), "time_s=start,input=in,output=out")
+    part = choose_part(log, until=until, rate=rate)
+    assert part.stretch == pytest.approx(1.0 / rate)

@@ -628,3 +628,14 @@ def test_a_report_of_guidellm(tmp_path):
         (tmp_path / "log").write_text(json.dumps({"benchmarks": benchmarks}))
         with pytest.raises(InputError, match=said):
             read_request_log(tmp_path / "log")
+
+
+def test_a_pause_is_in_the_unit_of_its_column(tmp_path):
+    """Mooncake's and AIPerf's ``delay`` counts ms from the answer before."""
+    row = {"input_length": 100, "output_length": 5, "session_id": "a"}
+    file = tmp_path / "log.jsonl"
+    rows = [row | {"timestamp": 0}, row | {"delay": 2500}, row | {"delay": 40}]
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    log = read_request_log(file, time_unit="ms")
+    assert log.gap_s.tolist() == [0.0, 2.5, 0.04]
+    assert log.after_end.tolist() == [False, True, True]

@@ -193,14 +193,17 @@ def row_reader(columns: TableColumns, output_len: int | None) -> Callable[[Any],
         except KeyError:
             return None
 
+    when = 0  # of the row before, for turns that say only their pause
+
     def read(record: Any) -> tuple[Row, Any]:
-        when = 0
+        nonlocal when
         after = None
         if columns.after_ms is not None:
             after = _seconds(optional(record, columns.after_ms), 1e3)
         if columns.after_s is not None:
             after = _seconds(optional(record, columns.after_s), 1.0)
-        if columns.time is not None:
+        paused = after is not None and _is_empty(optional(record, columns.time))
+        if columns.time is not None and not paused:
             when = time_ns(columns.unit, field_of(record, columns.time))
         output = open_output
         if columns.output is not None:
