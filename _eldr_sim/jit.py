@@ -9,7 +9,7 @@ import gc
 import hashlib
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property, update_wrapper
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,17 +122,34 @@ def _digest(path: str) -> bytes:
     return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
+class _Loaded(JITCodeLibrary):
+    """Code from the cache; its intermediate code is parsed when another function links it."""
+
+    _bitcode: bytes
+
+    def _get_module_for_linking(self) -> Any:
+        if self._shared_module is None:
+            self._shared_module = llvm.parse_bitcode(self._bitcode)
+            self._codegen._engine._load_defined_symbols(self._shared_module)
+        return self._shared_module
+
+
 class _Results(CompileResultCacheImpl):
     _locator_classes = [_Locator, *CompileResultCacheImpl._locator_classes]  # noqa: RUF012
 
-
-class _Inlined(_Results):
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """Return a function from what the cache has of it."""
-        (name, _, bitcode), fndesc, environment, signature, _, lifted, annotation, *rest = payload
-        library = _Library(target_context.codegen(), name)
-        library._final_module = llvm.parse_bitcode(bitcode)
-        library._finalize_final_module()
+        (name, _, data), fndesc, environment, signature, _, lifted, annotation, *rest = payload
+        for function in rest[0]:
+            function()
+        names = (
+            fndesc.llvm_func_name,
+            fndesc.llvm_cpython_wrapper_name,
+            fndesc.llvm_cfunc_wrapper_name,
+        )
+        library = self._library(target_context.codegen(), name, data, names)
+        for referenced in rest[1]:
+            library.codegen.set_env(referenced.env_name, referenced)
         return _make_result(
             typing_context=target_context.typing_context,
             target_context=target_context,
@@ -150,6 +167,26 @@ class _Inlined(_Results):
             reload_init=rest[0],
             referenced_envs=rest[1],
         )
+
+    def _library(self, codegen: Any, name: str, data: Any, names: Iterable[str]) -> JITCodeLibrary:
+        """Return the code; ``names``: of functions that others may look up, if it has them."""
+        library = _Loaded(codegen, name)
+        library.enable_object_caching()
+        code, library._bitcode = data
+        library._set_compiled_object(code)
+        library._finalize_final_module()
+        codegen._engine._defined_symbols |= {
+            each for each in names if each.encode() + b"\0" in code
+        }
+        return library
+
+
+class _Inlined(_Results):
+    def _library(self, codegen: Any, name: str, data: Any, names: Iterable[str]) -> JITCodeLibrary:
+        library = _Library(codegen, name)
+        library._final_module = llvm.parse_bitcode(data)
+        library._finalize_final_module()
+        return library
 
 
 class _Cache(FunctionCache):

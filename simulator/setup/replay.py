@@ -141,11 +141,16 @@ def make_replay(trace: RoutingTrace, n_layers: int, requests: Ints) -> Replay:
 def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> PromptRows:
     """Return which trace rows prompts' tokens replay; raises InputError if it has none."""
     trace.require_prompts("the experts of prompts")
-    bits = trace.bits.reshape(len(trace.bits), -1)
+    texts = np.arange(trace.n_requests)
+    if workload is not None:
+        texts = np.union1d(workload.text, workload.prefix_text)
+    first_row = trace.first_row.astype(np.int64)
+    sets, first_row[texts] = trace.bits_of(first_row[texts], trace.prompt_len[texts])
+    bits = sets.reshape(len(sets), -1)
     bits.flags.writeable = False  # as cached ones are: to the compiler that is another type
     return make_prompt_rows(
         bits,
-        trace.first_row.astype(np.int64),
+        first_row,
         trace.prompt_len.astype(np.int32),
         np.zeros(1, np.int64) if workload is None else workload.prefix_indptr,
         np.zeros(1, np.int32) if workload is None else workload.prefix_text,
@@ -161,7 +166,7 @@ def _lay_out(
     length = np.zeros(len(trace.prompt_len), np.int64)
     length[wanted] = rows
     first_row[wanted] = np.cumsum(length[wanted]) - length[wanted]
-    sets = trace.bits
+    sets, source = trace.bits_of(source, rows)
     flat = sets.reshape(len(sets), -1)
     words = sets.shape[2]
     bits = _aligned((int(length[wanted].sum()), n_layers * words))

@@ -349,6 +349,19 @@ def test_compiled_code_is_kept_in_the_cache_and_not_beside_the_source(home, tmp_
     assert [path.name for path in folder.iterdir()] == ["module.py"]
 
 
+def test_code_from_the_cache_is_linked_into_what_is_compiled_later(home, tmp_path):
+    """Its intermediate code is parsed when another function needs it."""
+    (tmp_path / "kept.py").write_text(MODULE.format(value=1))
+    later = "import numba; from kept import f; print(numba.njit(lambda: 1 + f())())"
+    for hits in "01":
+        done = subprocess.run(
+            [sys.executable, "-c", "import kept" if hits == "0" else later],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.split()[:2] == ["1", hits]
+    assert done.stdout.split()[2] == "2"
+
+
 def test_numbas_own_variable_wins(home, tmp_path):
     own = tmp_path / "own"
     assert compiled(tmp_path / "code", 1, NUMBA_CACHE_DIR=own)[:2] == (1, False)

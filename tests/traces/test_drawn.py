@@ -41,6 +41,20 @@ def test_the_cache_holds_drawn_routing_once(few):
     assert sum(file.size for file in kept) < 1.5 * trace.experts.nbytes < trace.bits.nbytes
 
 
+def test_windows_have_the_bit_sets_of_the_whole(few):
+    """A few windows are packed alone, many with all rows: the experts are the same."""
+    preset = "Qwen3-30B-A3B", Shape(2, 128, 8), (("code", 1.0),)
+    whole = drawn_trace(*preset).bits
+    rng = np.random.default_rng(3)
+    for n in (1, 2, 5, 40):
+        trace = drawn_trace(*preset)
+        first, length = trace.decode_window(rng.permutation(trace.n_requests)[:n])
+        bits, begins = trace.bits_of(first, length)
+        assert (len(bits) < len(whole)) == (4 * length.sum() < len(whole))
+        for row, begin, rows in zip(first, begins, length, strict=True):
+            assert np.array_equal(bits[begin : begin + rows], whole[row : row + rows])
+
+
 @pytest.mark.parametrize(
     ("model", "preset"),
     [

@@ -29,7 +29,7 @@ from eldr_sim.inputs import reading
 from eldr_sim.parquet import numbers, read_table
 from eldr_sim.traces.requests.texts import PromptSource
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
-from eldr_sim.traces.routing.bitsets import check_ids, count_rows, kept_bits
+from eldr_sim.traces.routing.bitsets import check_ids, count_rows, kept_bits, pack_bits
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
 from eldr_sim.traces.routing.manifest import (
     REFERENCE_TRACE,
@@ -95,6 +95,23 @@ class RoutingTrace:
     def bits(self) -> NDArray[np.uint64]:
         """The ids as bit sets, uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``."""
         return bit_sets(self)
+
+    def bits_of(
+        self, first: NDArray[np.int64], length: NDArray[Any]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Return bit sets that contain some windows of rows, and where each window begins in them:
+        all of the trace, or, of drawn routing, the windows alone where they are a small part.
+
+        Args:
+            first, length: int ``[n]``, first row and number of rows of each window."""
+        small = 4 * int(length.sum()) < self.manifest.n_tokens
+        if "bits" in self.__dict__ or not small or _keeps_bits(self):
+            return self.bits, first
+        windows = zip(first.tolist(), length.tolist(), strict=True)
+        ids = np.concatenate([self.experts[row : row + n] for row, n in windows])
+        bits, ends = pack_bits(ids, self.n_experts, str(self.path)), np.cumsum(length, dtype=int)
+        bits.flags.writeable = False
+        return bits, ends - length
 
     @cached_property
     def for_calibration(self) -> "RoutingTrace":
@@ -218,8 +235,9 @@ class RoutingTrace:
 
     def _counts(self, first: NDArray[Any], length: NDArray[Any], kind: Any) -> NDArray[Any]:
         out = np.empty((len(first), self.n_layers, self.n_experts), dtype=kind)
-        for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
-            out[i] = count_rows(self.bits[row : row + n], self.n_experts)
+        bits, begins = self.bits_of(first, length)
+        for i, (row, n) in enumerate(zip(begins.tolist(), length.tolist(), strict=True)):
+            out[i] = count_rows(bits[row : row + n], self.n_experts)
         return out
 
 
@@ -234,8 +252,13 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
         trace.top_k,
         lambda: trace.experts,
         source,
-        keep=trace.calibration_apart is None and not trace.is_calibration.all(),
+        keep=_keeps_bits(trace),
     )
+
+
+def _keeps_bits(trace: RoutingTrace) -> bool:
+    """Whether the cache holds a trace's bit sets: not those of drawn routing."""
+    return trace.calibration_apart is None and not trace.is_calibration.all()
 
 
 def open_trace(
