@@ -190,6 +190,7 @@ POOL = np.dtype(
         ("rides_on", np.bool_),
         ("frees_late", np.bool_),
         ("forgets_outputs", np.bool_),
+        ("caches_late", np.bool_),
         ("allocates_chunks", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these

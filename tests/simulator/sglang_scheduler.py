@@ -95,6 +95,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.chunk_cache import ChunkCache  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
@@ -136,8 +137,9 @@ class VirtualScheduler(managers.Scheduler):
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
             settings["tokens"], torch.float16, "cpu", MagicMock(), False
         )
-        self.tree_cache = ChunkCache(
-            CacheInitParams(True, self.req_to_token_pool, self.token_to_kv_pool_allocator, 1)
+        caches = settings.get("cache", False)
+        self.tree_cache = (RadixCache if caches else ChunkCache)(
+            CacheInitParams(not caches, self.req_to_token_pool, self.token_to_kv_pool_allocator, 1)
         )
         self.recv_skipper = SchedulerRecvSkipper.maybe_create(args)
         self.init_running_status()
@@ -158,7 +160,7 @@ class VirtualScheduler(managers.Scheduler):
             r = self.given[int(rid)]
             sampling = SamplingParams(max_new_tokens=r["output"], temperature=0.0)
             sampling.normalize(None)
-            req = Req(rid, "", [1] * r["prompt"], sampling, vocab_size=8)
+            req = Req(rid, "", r.get("tokens") or [1] * r["prompt"], sampling, vocab_size=1 << 62)
             req.tokenizer = None
             self._add_request_to_queue(req)
 
@@ -193,7 +195,8 @@ class VirtualScheduler(managers.Scheduler):
         step = {"start": start, "end": self.busy, "prompts": {r.rid: n for r, n in prompts}}
         step |= {"decodes": sorted(int(r.rid) for r in decoding), "riders": len(riders)}
         self.steps.append(step | {"room": self.before - len(decoding) + len(riders)})
-        batch.output_ids = torch.ones(len(batch.reqs), dtype=torch.int64)
+        own = [(int(r.rid) + 1 << 20) + len(r.output_ids) for r in batch.reqs]  # no two alike
+        batch.output_ids = torch.tensor(own, dtype=torch.int64)
         none = ("copy_done", "logits_output", "extend_input_len_per_req", "num_accepted_tokens")
         return SimpleNamespace(
             end=self.busy,
@@ -208,6 +211,7 @@ class VirtualScheduler(managers.Scheduler):
         super().process_batch_result(batch, result)
         for req in batch.reqs:
             seen = self.seen[req.rid]
+            seen.setdefault("cached", req.cached_tokens)
             if req.output_ids:
                 seen.setdefault("first", self.now)
             if req.finished():

@@ -35,6 +35,7 @@ from eldr_sim.simulator.setup.prepare import prepare
 
 from ..on_each import on_each
 from .test_engine_by_hand import by_hand
+from .test_vllm_scheduler import with_paths
 
 STEP_S, TOKEN_S, CHUNK_STEP_S = 1.0, 0.03125, 0.25
 
@@ -201,9 +202,10 @@ class Twin:
 def one_engine(make_cluster, make_workload):
     """Run a co-located engine under rules; returns its record."""
 
-    def run(requests, rules, seats=8, budget=64, blocks=100, size=4):
+    def run(requests, rules, seats=8, budget=64, blocks=100, size=4, shared=0):
+        columns = ([r[name] for r in requests] for name in ("at", "prompt", "output"))
         cluster = make_cluster(
-            make_workload(*([r[name] for r in requests] for name in ("at", "prompt", "output"))),
+            with_paths(make_workload(*columns), requests, shared),
             n_prefill=0,
             decode={
                 "step_time": by_hand(STEP_S, TOKEN_S, CHUNK_STEP_S, seqs=seats),
@@ -212,7 +214,8 @@ def one_engine(make_cluster, make_workload):
             },
             block_size=size,
             async_scheduling=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=shared > 0,
+            prompts=False,
         )  # fmt: skip
         return cluster.run()
 

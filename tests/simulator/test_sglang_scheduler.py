@@ -2,7 +2,7 @@
 
 `sglang_scheduler.py` runs the scheduler of sglang 0.5.9 on a virtual clock, without a GPU; what it
 did with the cases below is recorded in ``sglang_steps.json``. ``SGLANG_PYTHON``, a Python that has
-sglang and torch for CPUs, lets it do them again.
+sglang and torch for CPUs, lets it do them again (``VLLM_RECORD=1`` records it).
 
 A sequence's end is found when the step after next is planned: it rides in the next step, and holds
 its place and its KV cache for so long. That is not simulated: steps of riders alone take no time
@@ -24,11 +24,14 @@ from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
 from ..on_each import on_each
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
+from .test_vllm_scheduler import check_recorded, with_tokens
 
 __all__ = ["one_engine"]
 
 _HERE = Path(__file__).parent
-_N_CASES, _SEATS, _TOKENS = 40, 32, 2048
+_N_CASES, _SEATS, _TOKENS = 64, 32, 2048
+_N_WITHOUT_CACHE = 40  #: the others share prefixes, in blocks of
+_SHARED = 4  #: tokens; SGLang's radix cache and ours share them token by token
 
 
 def case(seed):
@@ -37,8 +40,14 @@ def case(seed):
     n, chunk = int(rng.integers(2, 25)), int(rng.choice([24, 40, 64]))
     at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
     requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(2, 40))) for a in at]
+    if seed >= _N_WITHOUT_CACHE:
+        for r in requests:
+            n = (r["prompt"] - 1) // _SHARED
+            r["path"] = np.minimum(rng.integers(3, size=n), 1).tolist()
     settings = {"seats": _SEATS, "chunk": chunk, "tokens": _TOKENS}
     settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": bool(rng.random() < 0.3)}
+    if seed >= _N_WITHOUT_CACHE:
+        settings |= {"mixed": False, "cache": True, "block_size": _SHARED}
     costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
     return {"requests": requests, "settings": settings, "costs": costs}
 
@@ -55,8 +64,9 @@ def as_recorded(done, mixed):
     ]
     short = [s["start"] for s in done["steps"] if mixed and s["prompts"] and s["room"] > 0]
     until = min(short, default=1e9)
-    return {"steps": steps, "until": until, "first": [r["first"] for r in done["requests"]],
-            "finish": [r["finish"] for r in done["requests"]]}  # fmt: skip
+    names = ("first", "finish", "cached")
+    told = {name: [r[name] for r in done["requests"]] for name in names}
+    return {"steps": steps, "until": until} | told
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,9 @@ def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, se
     )
     chunk = given["settings"]["chunk"]
     rules = rules_of("sglang", told, chunk, 1)
-    record = one_engine(given["requests"], rules, _SEATS, chunk, _TOKENS, 1)
+    shared = _SHARED if seed >= _N_WITHOUT_CACHE else 0
+    record = one_engine(given["requests"], rules, _SEATS, chunk, _TOKENS, 1, shared)
+    assert record.requests["cached_tokens"].tolist() == theirs["cached"]
     for ours, name in (("first_token_s", "first"), ("finish_s", "finish")):
         here = np.array(theirs[name]) <= theirs["until"]
         there = np.array(theirs[name])[here]
@@ -93,6 +105,7 @@ def test_the_cases_hold_what_may_differ(recorded):
     assert {kind["mixed"] for kind in kinds} == {True, False}
     both = list(zip(recorded, kinds, strict=True))
     assert all(each["until"] == 1e9 or kind["mixed"] for each, kind in both)
+    assert sum(sum(each["cached"]) for each in recorded) > 500
     longest = [max(step[2] for step in each["steps"]) for each in recorded]
     assert sum(n == kind["chunk"] for n, kind in zip(longest, kinds, strict=True)) > 10
 
@@ -101,10 +114,12 @@ def test_the_cases_hold_what_may_differ(recorded):
     "SGLANG_PYTHON" not in os.environ, reason="SGLANG_PYTHON names no Python that has sglang"
 )
 def test_sglang_does_what_was_recorded(recorded):
-    cases = [case(seed) for seed in range(_N_CASES)]
+    cases = [with_tokens(case(seed)) for seed in range(_N_WITHOUT_CACHE, _N_CASES)]
+    cases = [case(seed) for seed in range(_N_WITHOUT_CACHE)] + cases
     command = [os.environ["SGLANG_PYTHON"], str(_HERE / "sglang_scheduler.py")]
     done = subprocess.run(
         command, input=json.dumps(cases), capture_output=True, text=True, check=True
     )
     both = zip(json.loads(done.stdout), cases, strict=True)
-    assert [as_recorded(each, of["settings"]["mixed"]) for each, of in both] == recorded
+    found = [as_recorded(each, of["settings"]["mixed"]) for each, of in both]
+    check_recorded("sglang_steps.json", found)

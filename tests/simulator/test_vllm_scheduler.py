@@ -175,6 +175,19 @@ def with_tokens(given):
     return given | {"requests": requests}
 
 
+def with_paths(workload, requests, size):
+    """Return a workload with the prefixes that paths stand for, of blocks of ``size`` tokens."""
+    paths = [r.get("path", []) for r in requests]
+    if not any(paths):
+        return workload
+    indptr = np.cumsum([0, *map(len, paths)])
+    ids = np.array([block for path in paths for block in path], np.uint64)
+    return replace(
+        workload, prefix_hash=chain_blocks(ids, indptr), prefix_indptr=indptr,
+        prefix_text=np.zeros(len(ids), np.int32), prefix_block_tokens=size,
+    )  # fmt: skip
+
+
 def windows_of(settings):
     """Return what windows and states take: a block for each group."""
     windows, size = settings.get("windows", ()), settings["block_size"]
@@ -208,14 +221,7 @@ def ours(make_cluster, make_workload):
             )
         of = {name: [r[name] for r in requests] for name in ("at", "prompt", "output")}
         workload = make_workload(of["at"], of["prompt"], of["output"])
-        paths = [r.get("path", []) for r in requests]
-        if any(paths):
-            indptr = np.cumsum([0, *map(len, paths)])
-            ids = np.array([block for path in paths for block in path], np.uint64)
-            workload = replace(
-                workload, prefix_hash=chain_blocks(ids, indptr), prefix_indptr=indptr,
-                prefix_text=np.zeros(len(ids), np.int32), prefix_block_tokens=size,
-            )  # fmt: skip
+        workload = with_paths(workload, requests, size)
         keys = None
         if settings.get("priority"):
             keys = np.array([float(r["priority"]) for r in requests])
@@ -374,6 +380,9 @@ def test_the_rules_of_each_version_equal_its_scheduler(ours, recorded, monkeypat
         counts = {feature: np.zeros(3, int) for feature in FEATURES}
         done = ask_vllm([case(*of) for of in of_load])
         for (feature, seed), newest, one in zip(of_load, recorded, done, strict=True):
+            if "stalls" in one:
+                print(f"{version} | {feature} | stalls by itself")
+                continue
             expected = of_vllm(one)[0][:, [0, 2, 3]]
             ruled = told(ours(case(feature, seed), version))[0][:, [0, 2, 3]]
             ours_differ = n_differing(ruled, expected)

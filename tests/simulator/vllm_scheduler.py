@@ -272,7 +272,7 @@ class Oracle:
             elif self.now < coming < math.inf:
                 self.now = coming
             elif not self.schedule():
-                raise RuntimeError("requests wait that never fit")
+                return {"stalls": self.now}  # requests wait, and it plans nothing
         for i, seen in enumerate(self.seen):
             seen["preemptions"] = self.live[str(i)].num_preemptions
         return {"steps": self.steps, "requests": self.seen}

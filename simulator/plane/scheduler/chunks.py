@@ -102,7 +102,8 @@ def compute(engines: Engines, w: int, i: int, most: int) -> None:
         worker.chunk_tokens += chunk
         if engines.pools[engines.pool_of[w]].allocates_chunks:
             _extend(engines, w, i)
-        publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
+        if not engines.pools[engines.pool_of[w]].caches_late:
+            publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
     if only_prompts(engines, w):
         worker.filled += chunk > 0 and sequence.chunk == sequence.todo
     elif joins:
@@ -134,7 +135,8 @@ def join(engines: Engines, w: int) -> None:
     worker.context += sequence.computed + sequence.todo
     if engines.pools[engines.pool_of[w]].mixed_steps:
         take_slots(engines, w, worker.batch)
-        if sequence.free_slots > 0:  # with the token that it decodes now
+        late = engines.pools[engines.pool_of[w]].caches_late
+        if sequence.free_slots > 0 and not late:  # with the token that it decodes now
             tokens = sequence.computed + sequence.todo + 1
             publish_tokens(engines, w, sequence.request, tokens)
     worker.batch += 1

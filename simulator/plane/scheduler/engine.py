@@ -207,6 +207,8 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             _end_prompts(clock, events, engines, w)
         else:
             _finish(clock, engines, w)
+    if pool.caches_late:
+        _publish_known(clock, engines, w)
     balances = pool.balance_steps > 0 and waits_for_engines(engines, w)
     if _is_idle(worker):
         _free_ended(engines, w)
@@ -257,6 +259,19 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
 
 
 @compiled()
+def _publish_known(clock: Any, engines: kv_manager.Engines, w: int) -> None:
+    """Let others find the prompts of which the engine has processed the output, and chunks of those
+    that it goes on with (SGLang's `cache_unfinished_req`)."""
+    worker, now = engines.workers[w], clock[0].now
+    for i in range(worker.batch + worker.prefilling):
+        request = engines.sequences[w, i].request
+        record, known = engines.requests[request], engines.sequences[w, i].computed
+        if i < worker.batch:
+            known = record.prompt_len if record.first_token_s < now else _NONE
+        kv_manager.publish_tokens(engines, w, request, known)
+
+
+@compiled()
 def _looks(worker: Any, pool: Any) -> Any:
     """Whether the engine looks for requests now, a step having been planned, as SGLang's overlapped
     loop does; a step of prompts lets it look at once, for those that came before
@@ -284,6 +299,7 @@ def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -
     for i in range(worker.prefilling):
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
+            kv_manager.publish_tokens(engines, w, request, sequences[w, i].computed)
             if worker.exit_s > clock[0].now:
                 worker.leaving += 1
                 worker.leaving_tokens += sequences[w, i].computed

@@ -67,6 +67,8 @@ class EngineRules:
     #: A prompt takes the KV blocks of a chunk when it is scheduled, else all when it is admitted.
     allocates_chunks: bool = True
     forgets_outputs: bool = False  #: a preempted sequence's generated tokens leave the cache
+    #: Where it schedules ahead, the plan of a step finds no prompt that the step before computed.
+    caches_late: bool = False
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
     #: Where it schedules ahead, who ends sooner than it had to, by its drafts, rides a step more.
     rides_on: bool = True
@@ -105,6 +107,7 @@ def rules_of(
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
             forgets_outputs=True,
+            caches_late=True,  # `cache_unfinished_req` comes with a step's output
             token_with_kv=True,
             rides_on=False,
             frees_late=False,
