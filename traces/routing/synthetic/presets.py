@@ -43,9 +43,9 @@ _DATA = Path(__file__).parent / "data"
 
 #: Shares of a prompt's tokens of the kind that only prompts have, between which the truth lies as
 #: far as anything is known (studies/synthetic): none, as in the recordings that are fitted, of one
-#: phase each; where count-IDF is as good as counts on GPT-OSS (ELDR's section 4.2.3); and what brings
-#: both rho near those that ELDR prints for GPT-OSS on Language (.66 and .73 for .63 and .68), about
-#: as much as Llama-4-Maverick's prompts differ from their answers.
+#: phase each; where count-IDF is as good as counts on GPT-OSS (ELDR's section 4.2.3); and what
+#: brings both rho near those that ELDR prints for GPT-OSS on Language (.66 and .73 for .63 and
+#: .68), about as much as Llama-4-Maverick's prompts differ from their answers.
 PROMPT_ONLY = 0.0, 0.10, 0.15
 
 #: Names of the fitted models that come with the package, those of the embedded traces.
