@@ -42,6 +42,10 @@ _WIDTH = 64
 _LINE_EVERY_S = 10.0
 
 
+#: Share of the work that has to be done before the time left is estimated.
+_FORETELLS = 0.03
+
+
 class _Lines:
     """Lines on standard error, where that is no terminal: what begins, what is done, time left."""
 
@@ -73,7 +77,7 @@ class _Lines:
         """Return what is being done, for how long, and how long it may still take."""
         now = time.monotonic()
         doing, so_far = now - self._begun, now - self._start
-        if not 0.0 < self._share < 1.0:
+        if not _FORETELLS < self._share < 1.0:
             return f"{self._doing}, {so_far:.0f} s so far"
         left = doing * (1.0 - self._share) / self._share
         done = f"{100 * self._share:.0f}% done"
