@@ -10,7 +10,7 @@ from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.answer import _kv_bytes
 from eldr_sim.planning.search.axes import Axes, Space, parse_axes
 from eldr_sim.planning.search.goals import Cheapest, find
-from eldr_sim.planning.search.sensitivity import _by_gpu
+from eldr_sim.planning.search.sensitivity import _by_gpu, _inputs
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -297,3 +297,13 @@ def test_the_prices_of_gpus_add_up_to_that_of_the_cluster(topology):
     fields = {"topology": topology, "price_per_gpu_hour": 2.5, "tensor_parallel_size": 2}
     config = make_config(BASE | fields)
     assert sum(_by_gpu(config).values()) == pytest.approx(config.price_per_hour)
+
+
+def test_slower_everything_is_the_same_load_in_other_seconds():
+    """The work that arrives within a bound stays, whichever way all times change."""
+    config = make_config(BASE | {"goodput": "ttft:500,tpot:30"})
+    told = [fields for name, _, fields in _inputs(config, 8.0) if name == "time of everything"]
+    assert len(told) == 2
+    for fields in told:
+        assert fields["request_rate"] * fields["ttft"] == pytest.approx(8.0 * 500)
+        assert fields["request_rate"] * fields["tpot"] == pytest.approx(8.0 * 30)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.search.monotone_search import SearchSpace, cheapest, highest_rate, smallest
-from eldr_sim.planning.slo import Objective, Verdict, attainment_interval, looks_up_to, t_interval
+from eldr_sim.planning.slo import (
+    Objective,
+    Verdict,
+    attainment_interval,
+    block_interval,
+    looks_up_to,
+    t_interval,
+)
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
 
@@ -262,3 +269,18 @@ def test_bad_attainment(attainment):
         Objective(ServiceLevel())
     with pytest.raises(InputError, match="seeds"):
         looks_up_to(1)
+
+
+@pytest.mark.parametrize("looks", [(8,), (3, 8), (3, 5, 8)])
+def test_every_look_takes_its_part_of_the_doubt(looks):
+    """Bonferroni: over all looks the interval holds with the confidence asked for."""
+    shares = [0.91, 0.95, 0.94]
+    own = Objective(ServiceLevel(tpot=30), 0.9, looks).interval(shares, 400)
+    assert own == attainment_interval(shares, 400, 1.0 - 0.05 / len(looks))
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.6, 0.65), (0.7, 0.6, 0.65, 0.68, 0.5)])
+def test_blocks_of_one_size_are_samples_of_shares(shares):
+    """Then the ratio estimator's interval is Student's of the shares."""
+    found = block_interval([[(round(1000 * share), 1000) for share in shares]])
+    assert tuple(found) == pytest.approx(tuple(t_interval(shares)))

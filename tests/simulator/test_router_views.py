@@ -12,6 +12,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import BUILT_IN
+from eldr_sim.simulator.setup.config.run_config import make_config
+from eldr_sim.simulator.simulation import Simulation
 
 from .random_clusters import Holds, cluster_of, policies_of, random_cluster
 
@@ -202,3 +204,18 @@ def test_prefix_hash_leaves_a_worker_that_does_not_answer():
     home = policy.select(request, workers)
     workers.healthy[home] = False
     assert policy.select(request, workers) != home
+
+
+@pytest.mark.parametrize("topology", ["1P2D", "2C"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_nothing_waits_when_all_requests_have_ended(engine, topology):
+    config = make_config({
+        "trace": "reference-moe", "topology": topology, "engine": engine, "policy": "jsq",
+        "num_requests": 40, "warmup": 0, "output_len": 6, "request_rate": 400,
+        "max_num_seqs": 2,
+    })  # fmt: skip
+    simulation = Simulation(config)
+    assert simulation.run().record.completed.all()
+    workers = simulation.cluster.cluster.arrays.engines.workers
+    for name in ("n_waiting", "waiting_tokens", "batch", "prefilling", "tokens", "context"):
+        assert not workers[name].any(), name

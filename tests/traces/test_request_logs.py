@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -639,3 +640,26 @@ def test_a_pause_is_in_the_unit_of_its_column(tmp_path):
     log = read_request_log(file, time_unit="ms")
     assert log.gap_s.tolist() == [0.0, 2.5, 0.04]
     assert log.after_end.tolist() == [False, True, True]
+
+
+MOONCAKE = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0, 1]}
+AIPERF = {
+    "metadata": {"request_start_ns": 10**18},
+    "metrics": {f"{name}_sequence_length": {"value": 5} for name in ("input", "output")},
+}
+
+
+@on_each(
+    "whole",
+    [
+        "".join(json.dumps(MOONCAKE | {"timestamp": 1000 * i}) + "\n" for i in range(4)),
+        (json.dumps(AIPERF) + "\n") * 3,
+        "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "1.5,10,5\n2.5,11,6\n" * 2,
+    ],
+)
+def test_a_log_that_is_cut_anywhere_is_read_or_refused_in_a_line(whole, tmp_path):
+    file = tmp_path / ("log.jsonl" if whole[0] == "{" else "log.csv")
+    for end in range(len(whole)):
+        file.write_text(whole[:end])
+        with suppress(InputError):
+            read_request_log(file, time_unit=None if "metadata" in whole else "s")

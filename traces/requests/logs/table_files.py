@@ -327,7 +327,12 @@ def _json_block(block: bytes, columns: TableColumns) -> Columns:
     """Return the requests of a block of JSON lines; raises what sends it the other way."""
     if columns.text or columns.status or columns.output is None or columns.unit == DATE:
         raise _Rows
-    first = json.loads(block[: block.find(b"\n") if b"\n" in block else None])
+    try:
+        first = json.loads(block.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        raise _Rows from None  # which says what is wrong with the line
+    if not isinstance(first, dict):
+        raise _Rows
     fields: list[tuple[str, Any]] = []
 
     def add(name: str | None, kind: Any) -> None:
