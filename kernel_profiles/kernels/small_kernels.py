@@ -44,6 +44,35 @@ def unfused_kernels(model: ModelDims) -> int:
     return scales + (model.n_layers * MLA_KERNELS if model.attention == "mla" else 0)
 
 
+def quantized_inputs(model: ModelDims) -> int:
+    """Inputs of linears that a kernel quantizes first, mean by layer: two of attention and two of a
+    dense or shared MLP. Rows of block-FP8 GEMMs time DeepGEMM alone; SGLang and vLLM launch
+    ``per_token_group_quant_fp8`` before it."""
+    return round(2 * sum(layers for _, layers, _ in model.matrices) / model.n_layers)
+
+
+def launched_kernels(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int:
+    """Kernels of all layers that a host launches beside GEMMs, attention and what every layer has.
+
+    Of FP8 and FP4 experts the quantization of tokens and of activations; conversion for a float32
+    gate; two kernels after SGLang's GLM-4 experts (its unfused top-k is one compiled call). Under
+    tensor parallelism two all-reduces a layer, and beside norms over the heads of all GPUs a sum
+    and an all-reduce (``minimax_m2.py`` of SGLang 0.5.8). SGLang's other MoE models of NVIDIA GPUs
+    take all-reduce and norm in one kernel (``server_args.py``: DeepSeek-V3, GPT-OSS, GLM-4 and
+    Qwen3 MoE), TensorRT-LLM all models (``AllReduceFusionOp.RESIDUAL_RMS_NORM``); its operator of
+    experts quantizes inside, and what a launch costs is derived from it."""
+    if engine.name == "trtllm":
+        return unfused_kernels(model)
+    gate = model.float32_gate + 2 * (unfused_gate_kernels(model, engine) > 0)
+    quantized = 2 * (model.expert_dtype in ("fp8", "fp8_block", "nvfp4"))
+    kernels = unfused_kernels(model) + model.n_moe_layers * (gate + quantized)
+    full = model.qk_norm == "full_width"
+    plain = model.is_dense or model.n_linear_layers > 0 or full or gpu.name.startswith("MI")
+    if n_gpus > 1 and (plain or engine.name != "sglang"):
+        kernels += 2 * model.n_layers - model.n_bare_layers + 2 * full * model.n_full_layers
+    return kernels
+
+
 def elementwise_bytes(model: ModelDims) -> int:
     """Bytes that a layer's norms, rotary embedding and KV writes move a token (MLA: in its
     module)."""

@@ -25,7 +25,9 @@ from eldr_sim.kernel_profiles.kernels.small_kernels import (
     dense_linears,
     elementwise_bytes,
     float32_gate_s,
+    launched_kernels,
     layer_kernels,
+    quantized_inputs,
     residual_bytes,
     small_kernel_s,
     unfused_gate_kernels,
@@ -281,7 +283,8 @@ class Parts:
         if model.shared_expert_gate:  # likewise, after a GEMM
             kernels += 3 * model.n_moe_layers
         kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS)
-        kernels += dense_linears(model) + unfused_kernels(model)
+        n_gpus = self.parallelism.tensor_parallel_size
+        kernels += dense_linears(model) + launched_kernels(model, gpu, n_gpus, self.engine)
         seconds = kernels * gpu.launch_s
         if model.expert_dtype == "mxfp4":
             seconds += model.n_moe_layers * roofline.efficiency_of(gpu).mxfp4_launch_s
@@ -344,6 +347,9 @@ class Parts:
         if model.attention == "mla" or measured:
             return 0
         gate = unfused_gate_kernels(model, self.engine)
+        gemm = self._table("gemm", dtype="fp8_block")
+        if model.linear_dtype == "fp8_block" and not (gemm and "trtllm" in gemm.metadata.framework):
+            gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
         return gate + max(layer_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:

@@ -16,6 +16,7 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import linear_attention_tab
 from eldr_sim.kernel_profiles.steps.parts import Parts
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.library import Engine
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.memory import state_block_size, state_blocks
@@ -217,11 +218,16 @@ def test_a_state_is_handed_over_with_the_kv_cache(tmp_path):
 def test_kernels_that_an_eager_step_launches():
     """Counted by hand of Qwen3.5-397B under SGLang, which rotates inside attention."""
     model, gpu = load_model("Qwen3.5-397B-A17B"), load_gpu("B200")
-    seconds = Parts(model, gpu, Parallelism(8), (), 1024).launches_s(rotates_inside=True)
+    fused, seconds = (
+        Parts(model, gpu, Parallelism(8), (), 1024, engine=Engine(name)).launches_s(True)
+        for name in ("trtllm", "sglang")
+    )
     mlp = 1 + 7 + 2 + 1 + 3  # gate, experts, shared MLP with its activation, its own gate
     attends = 2 + 1 + 1 + 2 + 2  # norms, norm of queries and keys, attention, linears, gate
     keeps = 2 + 3 + 14  # norms, linears, kernels
-    assert seconds / gpu.launch_s == pytest.approx(60 * mlp + 15 * attends + 45 * keeps)
+    kernels = 60 * mlp + 15 * attends + 45 * keeps
+    assert fused / gpu.launch_s == pytest.approx(kernels)
+    assert seconds / gpu.launch_s == pytest.approx(kernels + 60 * 2)  # all-reduces
 
 
 def test_rows_that_the_package_measured():

@@ -121,3 +121,19 @@ def test_a_cache_counts_before_projections():
     (_, decode, _), (_, other, _) = fp8._attention(4096)[0], bfloat16._attention(4096)[0]
     batch, context = np.array([128.0]), np.array([4096.0])
     assert decode.time_s(batch, context) < 0.7 * other.time_s(batch, context)
+
+
+@pytest.mark.parametrize(("name", "gpu", "inputs"), [
+    ("Qwen3-8B-FP8", "H100", 4), ("MiniMax-M2.5", "B200", 2), ("DeepSeek-R1", "H200", 0),
+    ("Qwen3-8B-FP8", "L40S", 0),
+])  # fmt: skip
+def test_block_fp8_linears_quantize_their_inputs_in_kernels(name, gpu, inputs):
+    """Not where a table has them: modules of MLA, and TensorRT-LLM's GEMMs (L40S)."""
+    model, device = load_model(name), load_gpu(gpu)
+    plain = model.model_copy(update={"linear_dtype": "bfloat16"})
+    of, without = (
+        Parts(m, device, Parallelism(1), (), 1024)._elementwise_s(np.array([1.0]))[0]
+        for m in (model, plain)
+    )
+    extra_s = inputs * model.n_layers * small_kernel_s(device)
+    assert of - without == pytest.approx(extra_s, abs=1e-9)
