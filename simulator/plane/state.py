@@ -191,6 +191,7 @@ POOL = np.dtype(
         ("frees_late", np.bool_),
         ("forgets_outputs", np.bool_),
         ("caches_late", np.bool_),
+        ("pads_beside", np.bool_),
         ("allocates_chunks", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these

@@ -39,7 +39,7 @@ def padding(engines: Engines, w: int, cached: int) -> Any:
     ``cached`` ones: to the size of a verify step, if running sequences decode and none computes
     its context (vLLM's ``pad_spec_decode``)."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    n, beside = pool.placeholders, cached > 0 or worker.riding > 0
+    n, beside = pool.placeholders, worker.riding > 0 or (cached > 0 and not pool.pads_beside)
     if n == 0 or pool.always_pads:
         return n
     for i in range(worker.batch + worker.prefilling):

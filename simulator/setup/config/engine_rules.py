@@ -80,6 +80,7 @@ class EngineRules:
     cuts_alone: bool = False  #: long_prefill_token_threshold also cuts the prompt of a lone request
     #: A new sequence with one token to compute is padded to the size of a verify step.
     pads_drafts: bool = True
+    pads_beside: bool = False  #: but only where others are running, though its context is cached
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled,
     graph_tokens: int = 0  #: but those of at most this many tokens
 
@@ -135,7 +136,10 @@ def rules_of(
             drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )
-    return EngineRules(cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25))
+    return EngineRules(
+        cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25),
+        pads_beside=before(version, 0, 30),
+    )  # fmt: skip
 
 
 def prompt_graphs(
