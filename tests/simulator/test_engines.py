@@ -781,3 +781,21 @@ def test_a_full_decode_worker_stalls_prompts_where_blocks_are_reserved_early(
         assert requests["finish_s"][0] == 1.0 + 8 * 0.5
         assert requests["finish_s"][1] == {False: 5.0 + 2 * 0.5, True: 5.0 + 1.0 + 2 * 0.5}[early]
     assert begins == {False: [0.0, 1.0], True: [0.0, 5.0]}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("blocks", [400, 700])
+def test_intervals_between_tokens_add_up_to_the_time_of_all_outputs(engine, blocks):
+    """Also of sequences that sit out steps of prompts, and of those that are preempted then."""
+    config = make_config({
+        "trace": "reference-moe", "topology": "1C", "engine": engine, "policy": "jsq",
+        "num_requests": 80, "warmup": 0, "input_len": 100, "output_len": 80, "request_rate": 200,
+        "num_gpu_blocks_override": blocks if engine == "sglang" else blocks // 14,
+        "schedule_conservativeness": 0.01 if engine == "sglang" else None,
+    })  # fmt: skip
+    result = simulate(config)
+    requests = result.record.requests
+    assert requests["preemptions"].sum() > 10
+    whole = (requests["finish_s"] - requests["first_token_s"]).sum()
+    intervals = (requests["output_len"] - 1).sum()
+    assert 1e-3 * result.summary["mean_itl_ms"] * intervals == pytest.approx(whole, rel=1e-9)

@@ -263,6 +263,21 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing(early):
         assert free_of(cluster)[:4] == (False, 0, 0, 0)
 
 
+@pytest.mark.parametrize("where", [("prefill", 0), ("decode", 1)])
+def test_a_slow_link_is_slow_both_ways_on_both_backends(where):
+    arguments = small((2, 2))
+    slow = FaultPlan((Fault("link", *where, 0.0, np.inf, 0.01),))
+    cluster, reference = make_pair(arguments | {"faults": slow}, "least_loaded", "jsq")
+    record = cluster.run()
+    assert_same(record, reference.run())
+    _, fast = run_with(arguments, FaultPlan(()))
+    took, usual = (
+        (each.requests["transfer_end_s"] - each.requests["transfer_start_s"]).max()
+        for each in (record, fast)
+    )
+    assert took > 2 * usual
+
+
 class Stubborn(RouterPolicy):
     """Always chooses worker 0."""
 

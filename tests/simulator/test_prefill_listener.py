@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.policies.base import Needs, RouterPolicy
 
-from .random_clusters import cluster_of, random_cluster, random_workload, with_engines
+from .random_clusters import cluster_of, random_cluster, random_workload, reference_of, with_engines
 
 
 class Mirror(RouterPolicy):
@@ -143,6 +143,11 @@ def test_the_longest_of_those_held_is_asked_about_first(seed):
     )
     record = cluster.run()
     assert record.outcomes().count("completed") == 60
+    other = Longest()
+    reference_of(
+        **arguments, prefill_policy=other, decode_policy=None, signatures=lambda ranges: (0, None)
+    ).run()
+    assert [each[0] for each in other.asked] == [each[0] for each in policy.asked]
     arrival, length = record.requests["arrival_s"], record.requests["prompt_len"]
     held_longer = 0
     for request, now, taken in policy.asked:
