@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 
+def importer() -> bytes:
+    """Return the code that imports: what another version imported is not read."""
+    names = ("aiconfigurator.py", "aiconfigurator_import.py")
+    return b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
+
+
 def cached_tables(
     gpu: "GPU", model: "ModelDims", parallelism: "Parallelism", engine: Engine
 ) -> "tuple[LatencyTable, ...] | None":
@@ -32,7 +38,8 @@ def cached_tables(
     from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 
     of = [(one.name, one.version) for one in installed], measured, parallelism, tuple(engine)
-    stamp = blake2b(f"{of} {model.model_dump_json()}".encode(), digest_size=8).hexdigest()
+    asked = f"{of} {model.model_dump_json()}".encode()
+    stamp = blake2b(asked + importer(), digest_size=8).hexdigest()
     name = f"{model.name.replace('/', '-')}-{measured.replace(' ', '-')}-{stamp}"
     found = cache.find(cache.TABLES, name)
     if found is None or not found.is_dir():

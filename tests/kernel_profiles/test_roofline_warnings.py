@@ -18,7 +18,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.sources import aiconfigurator_import
+from eldr_sim.kernel_profiles.sources import aiconfigurator_import, on_demand
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import providers
 from eldr_sim.kernel_profiles.tables.library import Engine
@@ -169,6 +169,9 @@ def test_what_a_package_has_is_imported_once_into_the_cache(unknown_model, monke
         assert "moe" not in built.missing
         assert not any("tables import" in line for line in built.warnings)  # it was searched
         monkeypatch.setattr(aiconfigurator_import, "best_tables", None)  # read from the cache
+    monkeypatch.setattr(on_demand, "importer", lambda: b"another version's")
+    with pytest.raises(TypeError):  # it is imported anew
+        _step_times(unknown_model, "H100")
 
 
 @pytest.mark.usefixtures("_as_declared")
