@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.base import Needs
 from eldr_sim.simulator.control import compiled_cluster as cluster_module
 from eldr_sim.simulator.plane import loop, state
@@ -230,16 +229,3 @@ def test_false_sharing_is_noticed():
     arguments["workload"] = dataclasses.replace(workload, prefix_hash=place.astype(np.uint64))
     with pytest.raises(AssertionError):
         run_and_read_signatures(arguments, told=workload)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_policies_see_the_same_of_prompts_in_later_stages(seed):
-    """Prompts that have left the first stage hold their blocks, and count as running."""
-    arguments = random_cluster(seed, (2, 0), 4, 0, 1, False, True, True, signal_intervals=0)
-    spec = arguments["spec"]
-    split = dataclasses.replace(spec.prefill, parallelism=Parallelism(pipeline_parallel_size=4))
-    arguments["spec"] = with_engines(spec, prefill=split)
-    make, make_reference = make_pair(arguments, "holds", "jsq")
-    cluster, reference = make(), make_reference()
-    assert_same(cluster.run(), reference.run())
-    assert cluster.routers[0].policy.seen == reference.inputs.policies[0].seen

@@ -13,7 +13,14 @@ from eldr_sim.simulator.setup.memory import StreamedExperts
 from eldr_sim.simulator.setup.streaming import PromptLayout
 
 from .prompt_layers import LayeredPrefiller
-from .random_clusters import cluster_of, policies_of, random_cluster, reference_of, with_engines
+from .random_clusters import (
+    Holds,
+    cluster_of,
+    policies_of,
+    random_cluster,
+    reference_of,
+    with_engines,
+)
 from .test_engine import assert_same
 
 
@@ -106,3 +113,19 @@ def test_the_random_clusters_wait_for_weights_and_fill_their_stages():
         ends = record.prefill_steps["end"]
         overlaps += any(exit_s > end for exit_s, end in zip(stages.exits, ends, strict=False))
     assert min(stalls, overlaps) >= 4
+
+
+def test_policies_see_the_same_of_prompts_in_later_stages():
+    """These hold their blocks, and count as running."""
+    common = {"prefix": 0, "own_experts": True, "async_scheduling": True, "size": 4}
+    common |= {"slow_transfers": False, "topology": (2, 0), "whole": False}
+    for seed in range(8):
+        arguments, seen = layered_cluster(seed, "stages", **common), []
+        for make, more in (
+            (cluster_of, {}),
+            (reference_of, {"workers": {"prefill": LayeredPrefiller}}),
+        ):
+            policy = Holds()
+            make(**arguments, **more, prefill_policy=policy, decode_policy=None).run()
+            seen.append(policy.seen)
+        assert seen[0] == seen[1]
