@@ -21,7 +21,7 @@ from pyarrow import csv
 
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
 from eldr_sim.planning.runs.run_cache import Summary
-from eldr_sim.planning.studies.figures import Runner, percent
+from eldr_sim.planning.studies.figures import Runner, grouped, percent
 from eldr_sim.simulator.setup.config.presets import preset_fields
 from eldr_sim.traces.requests.texts import wanted_domains
 from eldr_sim.traces.routing.synthetic.drawn import draw_served
@@ -156,10 +156,15 @@ Pair = tuple[Cell, Summary]
 
 
 def run_cells(runner: Runner, cells: Sequence[Cell]) -> list[Pair]:
-    """Run the cells, each beside its summary."""
-    routing = [long_routing(c.model, c.dataset, c.figure == "13") for c in cells]
-    cases = [c.fields | {"trace": trace} for c, trace in zip(cells, routing, strict=True)]
-    return list(zip(cells, runner.run(cases), strict=True))
+    """Run the cells, each beside its summary; those of one routing as soon as it is drawn, so that
+    an interrupted command keeps them."""
+    found: dict[int, Summary] = {}
+    routings = grouped(enumerate(cells), lambda at: (at[1].model, at[1].dataset, at[1].figure))
+    for (model, dataset, figure), own in routings.items():
+        trace = long_routing(model, dataset, figure == "13")
+        cases = [cell.fields | {"trace": trace} for _, cell in own]
+        found |= zip([at for at, _ in own], runner.run(cases), strict=True)
+    return [(cell, found[at]) for at, cell in enumerate(cells)]
 
 
 def run_main(runner: Runner, kernels: Kernels, quick: bool) -> list[Pair]:
