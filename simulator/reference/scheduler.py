@@ -402,8 +402,8 @@ class Scheduler:
         before = [s for s in self.running if s.ticket <= self._last]
         if any(s.chunk or (s in self.joined and not s.decodes) for s in before):
             return 0
-        beside = (cached > 0 and not self.rules.pads_beside) or self.riding
-        beside = beside or any(s in self.decoding for s in before)
+        beside = bool(self.riding) or any(s in self.decoding for s in before)
+        beside = beside or (cached > 0 and not self.rules.pads_beside)
         fits = cached + self.placeholders + 2 <= self.spec.max_model_len
         n = int(min(self.placeholders, self.longest_chunk() - 1))
         return n if beside and fits else 0
