@@ -639,6 +639,7 @@ def test_a_pause_is_in_the_unit_of_its_column(tmp_path):
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     log = read_request_log(file, time_unit="ms")
     assert log.gap_s.tolist() == [0.0, 2.5, 0.04]
+    assert log.arrival_s.tolist() == [0.0, 2.5, 2.54]  # where they are sent as recorded
     assert log.after_end.tolist() == [False, True, True]
 
 

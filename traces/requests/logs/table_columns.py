@@ -193,18 +193,24 @@ def row_reader(columns: TableColumns, output_len: int | None) -> Callable[[Any],
         except KeyError:
             return None
 
-    when = 0  # of the row before, for turns that say only their pause
+    last: dict[str, int] = {}  # of each session, for turns that say only their pause
 
     def read(record: Any) -> tuple[Row, Any]:
-        nonlocal when
+        when = 0
         after = None
         if columns.after_ms is not None:
             after = _seconds(optional(record, columns.after_ms), 1e3)
         if columns.after_s is not None:
             after = _seconds(optional(record, columns.after_s), 1.0)
-        paused = after is not None and _is_empty(optional(record, columns.time))
-        if columns.time is not None and not paused:
-            when = time_ns(columns.unit, field_of(record, columns.time))
+        session = session_of(optional(record, columns.session))
+        if columns.time is not None:
+            said = optional(record, columns.time)
+            if after is not None and session in last and _is_empty(said):
+                when = last[session] + round(1e9 * after)  # not before its pause, as far as known
+            else:
+                when = time_ns(columns.unit, field_of(record, columns.time))
+            if session and (columns.after_ms or columns.after_s):
+                last[session] = when
         output = open_output
         if columns.output is not None:
             said = field_of(record, columns.output) if output_len is None else optional(
@@ -230,7 +236,7 @@ def row_reader(columns: TableColumns, output_len: int | None) -> Callable[[Any],
             prompt,
             output,
             hashes,
-            session_of(optional(record, columns.session)),
+            session,
             None if _is_empty(priority) else whole(priority),
             after,
             session_of(optional(record, columns.name)),
