@@ -34,7 +34,7 @@ class Admin:
         """Return the ``aiohttp.web.Application``."""
         from aiohttp import web
 
-        checked = web.middleware(partial(http.in_json, Guard()))
+        checked = web.middleware(partial(http.in_json, Guard(), http.Intake(http.Limits())))
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[checked])
         app.router.add_get("/workers", self._list)
         app.router.add_post("/workers/{number}/{action}", self._act)
