@@ -71,7 +71,8 @@ def make_engine_spec(
     version = pool.engine_version
     kernels = Engine(engine, version or "")
     padding = config.steps.cudagraph_padding or engine_rules.padding_of(engine, version, n_engines)
-    budget = pool.max_num_batched_tokens or engine_rules.default_budget(engine, gpu, n_engines)
+    budget = pool.max_num_batched_tokens
+    budget = budget or engine_rules.default_budget(engine, gpu, n_engines, version)
     rules = engine_rules.rules_of(engine, config.scheduler, budget, n_engines, version)
     drafts = pool.speculative_config
     tokens_per_seq = 1 + (0 if drafts is None else drafts.num_speculative_tokens)

@@ -28,7 +28,12 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import launch_options
-from eldr_sim.simulator.setup.config.engine_rules import EngineRules, prompt_graphs, rules_of
+from eldr_sim.simulator.setup.config.engine_rules import (
+    EngineRules,
+    default_budget,
+    prompt_graphs,
+    rules_of,
+)
 from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -336,6 +341,17 @@ def test_defaults_are_the_engines():
     # H200: 143,771 MiB, less 512 + 1.5 x 8192 + 2 x 256 + 128
     share = make_config({"engine": "sglang", "gpu": "H200"}).engine.gpu_memory_utilization
     assert share == pytest.approx(1 - 13440 / 143771, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "budget"),
+    [
+        ("B200", None, 16384), ("MI300X", "0.32", 16384), ("B200", "0.28", 16384),
+        ("B200", "0.24", 8192), ("H200", None, 8192), ("A100", None, 2048),
+    ],
+)  # fmt: skip
+def test_vllms_budget_goes_by_memory_and_version(gpu, version, budget):
+    assert default_budget("vllm", load_gpu(gpu), version=version) == budget
 
 
 @on_each("engine", ["vllm", "sglang", "trtllm"])

@@ -74,7 +74,7 @@ def test_summary_names_both_pools_and_the_weaker_of_their_sources(base):
     assert mixed["provenance"]["decode.moe"]["label"] == "fitted"
     assert mixed["weakest_provenance"] == "derived"
     assert mixed["prefill_workers"]["max_num_batched_tokens"] == 2048
-    assert mixed["max_num_batched_tokens"] == 8192
+    assert mixed["max_num_batched_tokens"] == 16384
 
 
 def test_links_have_the_speed_of_their_own_nic():

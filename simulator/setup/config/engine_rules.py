@@ -164,15 +164,21 @@ def prompt_graphs(
     return {"eager_prompts": True, "graph_tokens": 2048} if model.attention == "mla" else {}
 
 
-def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
+def default_budget(
+    engine: Engine, gpu: GPU, engines_of_worker: int = 1, version: str | None = None
+) -> int:
     """Return the most tokens of a step where nothing is said.
 
-    SGLang's goes by the card's memory (``_handle_gpu_memory_settings``), shared by the engines of
+    vLLM's goes by the GPU (``get_batch_defaults`` of ``arg_utils.py``): 16,384 from 160 GiB of
+    memory on in 0.28.0 and later, not yet in 0.24.0; versions between were not looked at. SGLang's
+    goes by the card's memory (``_handle_gpu_memory_settings``), shared by the engines of
     data-parallel attention; TensorRT-LLM's ``max_num_tokens`` is 8,192."""
     if engine == "sglang":
         mib = gpu.memory_bytes / _MIB
         chunk = 4096 if mib < 60e3 else 8192 if mib < 160e3 else 16384
         return max(1, chunk // engines_of_worker)
+    if engine == "vllm" and gpu.memory_bytes >= 160 << 30 and not before(version, 0, 28):
+        return 16384
     return 8192 if engine == "trtllm" else gpu.max_num_batched_tokens
 
 

@@ -270,7 +270,7 @@ def _double(found: dict[str, Any], values: Mapping[str, Any]) -> None:
     gpu = _gpu(values)
     usual = {
         "max_num_seqs": default_seats("vllm", gpu),
-        "max_num_batched_tokens": default_budget("vllm", gpu),
+        "max_num_batched_tokens": default_budget("vllm", gpu, version=values.get("engine_version")),
     }
     found |= {name: 2 * n for name, n in usual.items() if name not in found | dict(values)}
 
