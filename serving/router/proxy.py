@@ -59,7 +59,6 @@ def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> No
     say, idle_s = silent_if_broken(announce), config.request_timeout_s
     gc.collect()
     gc.freeze()  # a full collection would look at all modules
-    gc.set_threshold(10_000)  # requests leave few cycles
     asyncio.run(http.serve_sites([site], say, grace_s=config.grace_period_s, idle_s=idle_s))
 
 
