@@ -294,7 +294,14 @@ def _remove(file: CacheFile, home: Path) -> None:
 
 @functools.cache
 def stamp(modules: tuple[str, ...]) -> str:
-    """Return a checksum of modules' sources, given as ``room.module`` or ``room.part.module``."""
+    """Return a checksum of modules' sources.
+
+    Args:
+        modules: their names, ``room.module`` or ``room.part.module``.
+
+    Returns:
+        The SHA-256 of the sources in this order, hexadecimal.
+    """
     checksum = hashlib.sha256()
     for name in modules:
         above, _, module = name.rpartition(".")

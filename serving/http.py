@@ -67,10 +67,15 @@ class Intake:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.n_requests = self.n_bytes = 0
+        self.n_bytes = 0
         self._held: dict[int, int] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self.draining = self.stopping = False
+
+    @property
+    def n_requests(self) -> int:
+        """Requests in progress."""
+        return len(self._held)
 
     def admit(self, request: Any) -> None:
         """Count the request of this task until `release`; raises Refused beyond the limit."""
@@ -82,13 +87,11 @@ class Intake:
             )
         task = asyncio.current_task()
         assert task is not None
-        self.n_requests += 1
         self._held[id(request)] = 0
         self._tasks[id(request)] = task
 
     def release(self, request: Any) -> None:
         """Count an admitted request and its bytes no longer."""
-        self.n_requests -= 1
         self.n_bytes -= self._held.pop(id(request))
         del self._tasks[id(request)]
 

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 
-def importer() -> bytes:
-    """Return the code that imports: what another version imported is not read."""
-    names = ("aiconfigurator.py", "aiconfigurator_import.py")
-    return b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
+#: The code that imports: what another version of it imported is not read.
+_IMPORTER = ("kernel_profiles.sources.aiconfigurator",
+             "kernel_profiles.sources.aiconfigurator_import")  # fmt: skip
 
 
 def cached_tables(
@@ -38,8 +37,8 @@ def cached_tables(
     from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 
     of = [(one.name, one.version) for one in installed], measured, parallelism, tuple(engine)
-    asked = f"{of} {model.model_dump_json()}".encode()
-    stamp = blake2b(asked + importer(), digest_size=8).hexdigest()
+    asked = f"{of} {model.model_dump_json()} {cache.stamp(_IMPORTER)}"
+    stamp = blake2b(asked.encode(), digest_size=8).hexdigest()
     name = f"{model.name.replace('/', '-')}-{measured.replace(' ', '-')}-{stamp}"
     found = cache.find(cache.TABLES, name)
     if found is None or not found.is_dir():

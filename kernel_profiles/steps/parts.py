@@ -347,9 +347,10 @@ class Parts:
         if model.attention == "mla" or measured:
             return 0
         gate = unfused_gate_kernels(model, self.engine)
-        gemm = self._table("gemm", dtype="fp8_block")
-        if model.linear_dtype == "fp8_block" and not (gemm and "trtllm" in gemm.metadata.framework):
-            gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
+        if model.linear_dtype == "fp8_block":
+            gemm = self._table("gemm", dtype="fp8_block")
+            if gemm is None or "trtllm" not in gemm.metadata.framework:
+                gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
         return gate + max(layer_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 
 MODELS = (
     "DeepSeek-V4", "GLM-5.3-Flash", "Kimi-K3", "Kimi-Linear", "Nemotron-3", "MiniMax-M3",
@@ -22,21 +22,36 @@ MODELS = (
 GPUS = ("H200", "B200")
 
 
-def parts_of(name: str, gpu: str) -> str:
-    """Return the GPUs of a worker, and the parts without a table with their shares."""
+def on_fewest_gpus(
+    name: str, gpu: str, max_num_seqs: int, max_model_len: int
+) -> StepTimeModel | None:
+    """Return the step times of a model on the fewest GPUs, a power of two, that hold it; None if 16
+    do not."""
     model = load_model(name)
     for size in (1, 2, 4, 8, 16):
         try:
             load_gpu(gpu).kv_cache_bytes(Parallelism(size).weight_bytes(model))
-            built = build_step_time_model(
-                model, gpu, max_num_seqs=64, max_model_len=8192, max_num_batched_tokens=64,
-                parallelism=Parallelism(size),
+            return build_step_time_model(
+                model, gpu, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+                max_num_batched_tokens=64, parallelism=Parallelism(size),
             )  # fmt: skip
         except InputError:
             continue  # does not fit, or cannot be cut so
-        lines = [line for line in built.warnings if "To do better" in line]
-        return f"{size}: " + (", ".join(map(_part, lines)) or "all measured")
-    return "does not fit"
+    return None
+
+
+def without_table(built: StepTimeModel) -> list[str]:
+    """Return the warnings of parts without a table."""
+    return [line for line in built.warnings if "To do better" in line]
+
+
+def parts_of(name: str, gpu: str) -> str:
+    """Return the GPUs of a worker, and the parts without a table with their shares."""
+    built = on_fewest_gpus(name, gpu, max_num_seqs=64, max_model_len=8192)
+    if built is None:
+        return "does not fit"
+    size = built.parallelism.tensor_parallel_size
+    return f"{size}: " + (", ".join(map(_part, without_table(built))) or "all measured")
 
 
 def _part(line: str) -> str:

@@ -25,6 +25,7 @@ from eldr_sim.kernel_profiles.tables.library import Engine
 from eldr_sim.simulator.setup import engine_specs
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
+from studies.silicon.roofline_shares import on_fewest_gpus, without_table
 
 from ..on_each import on_each
 
@@ -35,20 +36,10 @@ ALL = [(name, gpu) for name in list_models() for gpu in GPUS if (name, gpu) not 
 
 
 def _check(model, gpu):
-    dims = load_model(model)
-    for size in (1, 2, 4, 8, 16):
-        try:
-            load_gpu(gpu).kv_cache_bytes(Parallelism(size).weight_bytes(dims))
-            built = build_step_time_model(
-                dims, gpu, max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=64,
-                parallelism=Parallelism(size),
-            )  # fmt: skip
-        except InputError:
-            continue  # does not fit, or cannot be cut so
-        break
-    else:
+    built = on_fewest_gpus(model, gpu, max_num_seqs=16, max_model_len=4096)
+    if built is None:
         pytest.skip("fits no two nodes")
-    lines = [line for line in built.warnings if "To do better" in line]
+    lines = without_table(built)
     # Every part whose label is roofline for want of a table is named in a warning.
     assert [line.split(":")[0] for line in lines] == list(built.missing)
     for line in lines:
@@ -169,7 +160,7 @@ def test_what_a_package_has_is_imported_once_into_the_cache(unknown_model, monke
         assert "moe" not in built.missing
         assert not any("tables import" in line for line in built.warnings)  # it was searched
         monkeypatch.setattr(aiconfigurator_import, "best_tables", None)  # read from the cache
-    monkeypatch.setattr(on_demand, "importer", lambda: b"another version's")
+    monkeypatch.setattr(on_demand, "_IMPORTER", ("kernel_profiles.sources.packages",))  # another
     with pytest.raises(TypeError):  # it is imported anew
         _step_times(unknown_model, "H100")
 
