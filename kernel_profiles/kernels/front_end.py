@@ -27,6 +27,7 @@ class FrontEndLatency:
     curves: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     metadata: TableMetadata  #: of the table
     slowdown: float = 1.0  #: factor of these times over the table's
+    template_s: float = 0.0  #: that the event loop compiles a chat template for each request
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "FrontEndLatency":
@@ -45,6 +46,10 @@ class FrontEndLatency:
             curves[part] = tokens, seconds
         return cls(curves, table.metadata)
 
+    def compiling(self, template_s: float) -> "FrontEndLatency":
+        """Return the front end of servers that compile a chat template for each request."""
+        return replace(self, template_s=template_s)
+
     def slower(self, factor: float) -> "FrontEndLatency":
         """Return the front end on a CPU on which all takes ``factor`` times as long."""
         return replace(self, slowdown=self.slowdown * factor)
@@ -57,6 +62,8 @@ class FrontEndLatency:
         if len(knots) > 1:
             slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
             found = found + slope * np.maximum(wanted - knots[-1], 0.0)
+        if part == "event_loop":
+            found = found + self.template_s
         return np.asarray(self.slowdown * found)
 
     @property

@@ -17,7 +17,7 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
-from eldr_sim.simulator.setup.config.engine_rules import OPTIONS, version_fields
+from eldr_sim.simulator.setup.config.engine_rules import OPTIONS, chat_template_s, version_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
 from eldr_sim.simulator.setup.config.pools import pools_of
@@ -136,7 +136,7 @@ def prepare(
         scheduler=config.engine.model_copy(update=settled),
         windows=windows._replace(state=_state_blocks(config, model, pools)),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
-        front_end=_front_end(config),
+        front_end=_front_end(config, model),
         tiers=tiers_of(config.kv),
         conditional=_conditional(config),
         reserves_early=_reserves_early(config),
@@ -301,7 +301,7 @@ def _why_late(config: RunConfig) -> str:
     return why
 
 
-def _front_end(config: RunConfig) -> FrontEndSpec | None:
+def _front_end(config: RunConfig, model: ModelDims) -> FrontEndSpec | None:
     """Return the API servers; None where prompts come as token ids."""
     if config.front_end.frontend.lower() == NO_FRONT_END:
         of_version = version_fields(config.engine.engine, config.engine.engine_version)
@@ -314,8 +314,9 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
     entry = pools_of(config.cluster.topology).routers[0]
     calibration = load_calibration(config.steps.calibration)
     slowdown = config.front_end.cpu_slowdown * (calibration.front_end if calibration else 1.0)
+    template_s = chat_template_s(config.engine.engine, config.engine.engine_version, model)
     return FrontEndSpec(
-        load_front_end(config.front_end.frontend).slower(slowdown),
+        load_front_end(config.front_end.frontend).compiling(template_s).slower(slowdown),
         config.front_end.tokenizer_mode,
         config.front_end.api_servers or sum(p.workers for p in config.pools if p.name in entry),
         config.front_end.tokenizer_threads,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.kernels.front_end import PARTS
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.format import mla_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
@@ -13,6 +14,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 from eldr_sim.simulator.setup.memory import windows_of
+from eldr_sim.simulator.setup.prepare import _front_end
 
 from ..on_each import on_each
 from ..paths import ROOT
@@ -92,6 +94,29 @@ def test_engines_wait_for_the_host_unless_they_schedule_ahead():
     assert old.replace(gpu="H100").steps.host_gap_ms == 0.7
     assert old.replace(engine="vllm==0.11").steps.host_gap_ms == 0.7
     assert old.replace(host_gap_ms=2.0).steps.host_gap_ms == 2.0
+
+
+@on_each(
+    "engine, model, more_ms",
+    [
+        ("vllm", "Qwen3-8B", 0),
+        ("vllm==0.10.2", "Qwen3-8B", 0),
+        ("vllm==0.11.0", "Qwen3-8B", 20),
+        ("vllm==0.11", "Qwen3-8B", 20),
+        ("vllm==0.11.1", "Qwen3-8B", 0),
+        ("sglang==0.11.0", "Qwen3-8B", 0),
+        ("vllm==0.11.0", "GPT-OSS-20B", 0),
+    ],
+)
+def test_one_version_compiles_a_chat_template_for_each_request(engine, model, more_ms):
+    """Of `resolve_chat_template_kwargs` in the wheels of 0.10.2, 0.11.0 and 0.11.1; GPT-OSS has no
+    template to compile."""
+    config = fields(engine=engine, model=model, tokenizer_mode="thread_pool")
+    front, plain = (_front_end(each, load_model(model)) for each in (config, fields(model=model)))
+    tokens = np.array([1, 1000])
+    for part in PARTS:
+        more_s = front.latency.time_s(part, tokens) - plain.latency.time_s(part, tokens)
+        assert more_s == pytest.approx(1e-3 * more_ms * (part == "event_loop")), part
 
 
 def test_pools_have_versions_of_their_own():

@@ -40,6 +40,11 @@ HOST_WAIT_MS = 0.7
 #: The same of vLLM before 0.11, whose attention stands outside CUDA graphs, on A100: 3.0 to 3.2 of
 #: Qwen3-30B-A3B with vLLM 0.9 at seven lengths (tenstorrent's runs). Hosts of H100 wait no longer.
 OLD_A100_WAIT_MS = 3.1
+#: What vLLM 0.11.0 computes for a request with messages, beside what other versions do: it
+#: compiles the chat template (``resolve_chat_template_kwargs`` of ``entrypoints/chat_utils.py``;
+#: 0.11.1 keeps the result). CPU time of jinja2 3.1.6 on a quiet core of EPYC Milan, 19 to 21 ms
+#: with the templates of Qwen3 and GLM-4.6.
+CHAT_TEMPLATE_S = 0.020
 #: Activation memory that vLLM before 0.17 holds beside later versions': 5.64 and 2.23 GiB of
 #: Qwen3-14B on H100 (0.15 and 0.16, 0.17 to 0.19: jgchn/llm-d-planner,
 #: accuracy/blog-gpu-capacity.md); other models' differs.
@@ -198,6 +203,13 @@ def before(version: str | None, *numbers: int) -> bool:
 def activation_bytes(engine: Engine, version: str | None) -> int:
     """Return the memory that an engine of this version holds beyond the GPU's usual reserve."""
     return OLD_ACTIVATION_BYTES if engine == "vllm" and before(version, 0, 17) else 0
+
+
+def chat_template_s(engine: Engine, version: str | None, model: ModelDims) -> float:
+    """Return the time that an API server compiles the chat template of a request, s; of GPT-OSS
+    none, whose messages need no template (``use_harmony`` of ``serving_chat.py``)."""
+    compiles = engine == "vllm" and not before(version, 0, 11) and before(version, 0, 11, 1)
+    return CHAT_TEMPLATE_S if compiles and not model.name.lower().startswith("gpt-oss") else 0.0
 
 
 def version_fields(engine: str, version: str | None) -> dict[str, Any]:
