@@ -134,14 +134,15 @@ def _index_pair_s(gpu: GPU, model: ModelDims) -> float:
 
 
 def prefill_attention(
-    gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int
+    gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int, *, absorbed: bool = False
 ) -> PrefillAttention:
     """One layer's prefill attention: the pairs under the causal mask (and the window). Sparse
-    attention scores all of them by index keys and attends to those it chooses."""
+    attention scores all of them by index keys and attends to those it chooses. ``absorbed``: MLA
+    attends to the compressed cache, as it does when it decodes."""
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
     pairs = causal_pairs(tokens, model.sliding_window if sliding else _chosen(model))
-    share = pairs * _pair_s(gpu, model, sliding, decode=False)
+    share = pairs * _pair_s(gpu, model, sliding, decode=absorbed)
     index_s = 0.0 if sliding else _index_pair_s(gpu, model)
     share = share + causal_pairs(tokens) * index_s
     floor = efficiency.attention_floor_s

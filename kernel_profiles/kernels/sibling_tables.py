@@ -34,6 +34,11 @@ FIT_ERROR: dict[str, float] = {
 """Mean relative error by kind: bfloat16 rows of H100 derived from H200's, 47 tables of MoE layers,
 1 of GEMMs and 94 of attention."""
 
+MLA_TILE = 64
+"""Heads of a tile of FlashMLA on Hopper, whose tensor cores multiply 64 rows: 16 heads of eight
+GPUs take what 64 do, which H20's few FLOP/s cannot hide (arXiv 2506.01969; vLLM 0.12's
+``flashmla_sparse.py`` pads queries so)."""
+
 #: Links this many times slower than the sibling's are of another kind: PCIe beside NVLink.
 _OTHER_LINKS = 4.0
 
@@ -127,8 +132,11 @@ def _attention_s(table: LatencyTable, of: GPU, model: ModelDims) -> Floats:
     if "n_value_heads" in shape:
         step, prompt = roofline.linear_attention(of, model, longest)
     else:
-        step = roofline.decode_attention(of, model, sliding)
-        prompt = roofline.prefill_attention(of, model, sliding, longest)
+        tiled, sparse = _tiled(model, of), model.attention == "mla" and model.index_topk > 0
+        step = roofline.decode_attention(of, tiled, sliding)
+        prompt = roofline.prefill_attention(
+            of, tiled if sparse else model, sliding, longest, absorbed=sparse
+        )
     if decode:
         lengths, at = np.unique(length, return_inverse=True)
         batches, row = np.unique(batch, return_inverse=True)
@@ -140,6 +148,14 @@ def _attention_s(table: LatencyTable, of: GPU, model: ModelDims) -> Floats:
         for n, k in [*model.attention_linears(), *model.index_linears]:
             seconds = seconds + roofline.gemm_s(of, n, k, tokens, model.linear_dtype)
     return np.asarray(seconds, dtype=np.float64)
+
+
+def _tiled(model: ModelDims, of: GPU) -> ModelDims:
+    """The model with as many heads as kernels of MLA compute on its compressed cache, on Hopper
+    multiples of :data:`MLA_TILE`."""
+    if model.attention != "mla" or not (of.sibling or of.name).startswith("H"):
+        return model
+    return model.model_copy(update={"n_heads": -(-model.n_heads // MLA_TILE) * MLA_TILE})
 
 
 def _message_s(table: LatencyTable, of: GPU, sibling: GPU) -> Floats | None:
