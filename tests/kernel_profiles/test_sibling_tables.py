@@ -241,7 +241,10 @@ def test_kernels_of_mla_compute_tiles_of_64_heads(name):
     read_s = cached * model.kv_bytes_per_token_layer() / h20.memory_bandwidth
     assert seconds(8) / 2.78 > read_s
     sparse = load_model("DeepSeek-V3.2")
-    prompts = [Parts(sparse, gpu, Parallelism(8), [], 8192).attention[0][2] for gpu in (h20, load_gpu("H200"))]
+    prompts = [
+        Parts(sparse, gpu, Parallelism(8), [], 8192).attention[0][2]
+        for gpu in (h20, load_gpu("H200"))
+    ]
     slow, fast = (prompt.share_s[8192] for prompt in prompts)
     assert 3 < slow / fast <= load_gpu("H200").bf16_flops / h20.bf16_flops
 
