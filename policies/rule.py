@@ -58,7 +58,7 @@ class Rule:
         """Return the chosen worker's index, the least loaded healthy one of the pool where none of
         the rule's is, else None. ``workers``: their signals are read when they have changed."""
         usable = workers.usable()
-        order: Sequence[int] = (*range(self.turn, len(self.workers)), *range(self.turn))
+        order = [*range(self.turn, len(self.workers)), *range(self.turn)]
         if len(usable) < len(workers.loads):
             healthy = set(usable)
             order = [place for place in order if self.workers[place] in healthy]
@@ -66,7 +66,7 @@ class Rule:
             loads: list[int] = workers.loads.tolist()
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)
         score = self._scores(workers)
-        place = min(order, key=lambda i: score[self.workers[i]])
+        place: int = min(order, key=lambda i: score[self.workers[i]])
         if self.rng is not None:
             least = score[self.workers[place]]
             tied = [i for i in order if score[self.workers[i]] == least]
@@ -79,16 +79,16 @@ class Rule:
 
     def _scores(self, workers: Workers) -> list[float]:
         """Return the sum of each worker of the pool."""
-        score = self.weights[0] * workers.loads
-        if self.signals:
-            if workers.signals_s != self._seen_s:
-                self._seen_s, self._sent = workers.signals_s, np.zeros(len(workers.loads))
-                parts = zip(self.weights[2:], COLUMNS[2:], strict=True)
-                columns = workers._asdict()
-                self._known = sum(
-                    (weight * columns[name] for weight, name in parts), np.zeros(len(self._sent))
-                )
-            score = score + self.weights[1] * self._sent + self._known
+        if not self.signals:
+            return [self.weights[0] * load for load in workers.loads.tolist()]
+        if workers.signals_s != self._seen_s:
+            self._seen_s, self._sent = workers.signals_s, np.zeros(len(workers.loads))
+            parts = zip(self.weights[2:], COLUMNS[2:], strict=True)
+            columns = workers._asdict()
+            self._known = sum(
+                (weight * columns[name] for weight, name in parts), np.zeros(len(self._sent))
+            )
+        score = self.weights[0] * workers.loads + self.weights[1] * self._sent + self._known
         scores: list[float] = score.tolist()
         return scores
 

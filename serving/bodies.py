@@ -1,8 +1,11 @@
 """Bodies of completion requests: what is passed on, and what is refused before anything is done."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, TypeGuard
 
+from eldr_sim.errors import needed
 from eldr_sim.inputs import parse_json
 
 _LEFT_OUT = ("stream", "stream_options", "min_tokens")
@@ -40,12 +43,9 @@ def parse_body(raw: bytes, *, handed_over: bool) -> CompletionRequest:
     decode engine would refuse of them is refused here, before. Else a body needs to make sense of
     what policies read: prompt, limits, streaming; engines judge the rest."""
     try:
-        text = raw.decode("utf-8")  # engines read nothing else (RFC 8259, section 8.1)
-    except UnicodeDecodeError:
-        raise ValueError("body: not UTF-8 (allowed: JSON in UTF-8)") from None
-    if text.startswith("\ufeff"):
-        raise ValueError("body: begins with a byte order mark (allowed: JSON in UTF-8 without one)")
-    body = parse_json(text, "body")
+        body = _decoder()(raw)
+    except (ValueError, RecursionError):  # or what msgspec refuses and json takes: half surrogates
+        body = _parsed(raw)
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")
     _check(body, handed_over)
@@ -69,6 +69,23 @@ def one_token_body(body: dict[str, Any], kv_transfer_params: dict[str, Any]) -> 
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
     return asked
+
+
+@cache
+def _decoder() -> Callable[[bytes], Any]:
+    """Return msgspec's reader of JSON, several times as fast as json's."""
+    decode: Callable[[bytes], Any] = needed("msgspec", "live run").json.Decoder().decode
+    return decode
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        text = raw.decode("utf-8")  # engines read nothing else (RFC 8259, section 8.1)
+    except UnicodeDecodeError:
+        raise ValueError("body: not UTF-8 (allowed: JSON in UTF-8)") from None
+    if text.startswith("\ufeff"):
+        raise ValueError("body: begins with a byte order mark (allowed: JSON in UTF-8 without one)")
+    return parse_json(text, "body")
 
 
 def _check(body: dict[str, Any], handed_over: bool) -> None:

@@ -42,6 +42,7 @@ class Router:
         self, policy: RouterPolicy, n_engines: int, prefixes: CachedPrefixes | None = None
     ) -> None:
         self.workers = Workers.idle(np.zeros(n_engines, np.int64))
+        self._healthy = self.workers.usable()
         self._policy = policy
         self.prefixes = prefixes
         self._listener = policy if policy.needs.ends else None
@@ -55,8 +56,9 @@ class Router:
 
     def usable(self, without: Collection[int] = ()) -> list[int]:
         """Return the healthy engines but for some."""
-        usable = self.workers.usable()
-        return [engine for engine in usable if engine not in without] if without else usable
+        if not without:
+            return self._healthy
+        return [engine for engine in self._healthy if engine not in without]
 
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
         """Return the index of the engine that gets a request; None if the policy holds it. Raises
@@ -122,6 +124,7 @@ class Router:
     def set_health(self, engine: int, healthy: bool) -> None:
         """Take note that an engine answers, or no longer does."""
         self.workers.healthy[engine] = healthy
+        self._healthy = self.workers.usable()
         self._ask_again()
 
     def publish(self, signals: Sequence[EngineSignals | None]) -> None:

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import random
 
 import pytest
 
@@ -30,3 +31,26 @@ def test_utf8_is_passed_on_as_it_came():
     raw = json.dumps(BODY, ensure_ascii=False).encode()
     assert parse_body(raw, handed_over=False).raw == raw
     assert parse_body(raw, handed_over=False).body == BODY
+
+
+def test_the_fast_reader_of_json_reads_what_the_standard_one_reads():
+    """Of 20,000 bodies with bytes changed, left out and added; and what it refuses is asked of the
+    standard one: half a surrogate pair, as JavaScript may send it, is passed on."""
+    rng, accepted = random.Random(0), 0
+    marks = b'"\\{}[]:,019eE+-. \n\t\x00\x1f\x7f\xff\xc3utfn/'
+    for _ in range(20_000):
+        raw = bytearray(
+            b'{"prompt":"\\u00e9\\ud83d\\ude00\xc3\xa9","max_tokens":64,"x":[1,-0.0,1.5e3,null]}'
+        )
+        for _ in range(rng.randrange(3)):
+            at, byte = rng.randrange(len(raw)), rng.choice(marks)
+            raw[at : at + rng.randrange(2)] = bytes([byte] * rng.randrange(2))
+        try:
+            found = repr(parse_body(bytes(raw), handed_over=False).body)
+        except ValueError:
+            continue
+        accepted += 1
+        assert found == repr(json.loads(raw.decode())), raw
+    assert 5_000 < accepted < 19_000
+    half = b'{"prompt":"\\ud83d","temperature":NaN}'
+    assert parse_body(half, handed_over=False).body["prompt"] == "\ud83d"
