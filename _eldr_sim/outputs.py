@@ -50,14 +50,29 @@ def keeping(say: Callable[[], str]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def writing(out: Path | str, field: str = "out") -> Iterator[None]:
+    """Raise InputError where what the block writes is refused by the file system.
+
+    Args:
+        out: what the block writes, for errors.
+        field: the option that named it.
+
+    Yields:
+        None.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
+
+
 def check_place(out: Path, field: str = "out") -> None:
     """Raise InputError where nothing can be written to ``out``, by a try in the first folder above
     it that exists. ``field``: the option that named it."""
     above = next(place for place in Path(out).absolute().parents if place.exists())
-    try:
+    with writing(out, field):
         os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}-", dir=above))
-    except OSError as error:
-        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
 
 
 @contextmanager
@@ -74,11 +89,9 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
     Raises:
         InputError: ``out`` cannot be written, or the disk is full.
     """
-    try:
+    with writing(out, field):
         out.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-    except OSError as error:
-        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -107,11 +120,9 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
     Raises:
         InputError: ``out`` cannot be written, or the disk is full.
     """
-    try:
+    with writing(out, field):
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
     old: Path | None = None
     try:
         with _named(out, temporary, field):

@@ -33,7 +33,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.profile.table_fit import Difference, differences
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
-from eldr_sim.outputs import keeping, whole_file
+from eldr_sim.outputs import keeping, whole_file, writing
 
 JOURNAL = "journal.jsonl"
 #: A reference point is measured again after this many seconds; a run ends if its clocks drift by
@@ -55,11 +55,9 @@ class Journal:
     def create(cls, path: Path, header: dict[str, Any]) -> "Journal":
         """Begin a journal."""
         journal = cls(path, {"format": _FORMAT, **header})
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(journal.header) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError("out", f"cannot write {path}: {error.strerror}") from None
         return journal
 
     @classmethod

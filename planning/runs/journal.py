@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.outputs import keeping
+from eldr_sim.outputs import keeping, writing
 from eldr_sim.planning.runs.runner import Outcome
 from eldr_sim.planning.runs.sweep_spec import first_change
 
@@ -66,15 +66,13 @@ def open_journal(
     is of; ``replaces``: files that go, with the runs that the folder holds, when the first run
     ends. Raises InputError if another process writes to the folder; if it is not empty and
     ``resume`` is false; if it belongs to another sweep, or is damaged before its last line."""
-    try:
+    with writing(folder):
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:
             problem = f"{folder} exists and is not a {what}"
             raise InputError("out", problem, f"a new folder, or a {what}")
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / FILE_NAME).open("ab+")
-    except OSError as error:
-        raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
     with file:
         _lock(file, folder, what)
         header = json.loads(json.dumps(header))

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, no_progress
+from eldr_sim.outputs import writing
 
 #: Journals of a folder: of runs with their launch lines, and of rows of aiconfigurator-core.
 OF_RUNS, OF_RECORD = JOURNALS = "runs.jsonl", "predictions.jsonl"
@@ -33,7 +33,7 @@ def predicted(
     todo = {key: task for key, task in tasks.items() if key not in predictions}
     calls = (delayed(_timed)(key, task) for key, task in todo.items())
     made: Any = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)
-    try:
+    with writing(journal or Path(os.devnull)):
         if journal is not None:
             journal.parent.mkdir(parents=True, exist_ok=True)
         with open(journal or os.devnull, "a", encoding="utf-8") as file:
@@ -43,8 +43,6 @@ def predicted(
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 progress(done / len(todo))
-    except OSError as error:
-        raise InputError("out", f"cannot write {journal}: {error.strerror}") from None
     return predictions
 
 
