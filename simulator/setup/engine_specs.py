@@ -90,7 +90,7 @@ def make_engine_spec(
         raise InputError(
             "long_prefill_token_threshold", problem, f"0 or {tokens_per_seq}..{longest}"
         )
-    seats = engine_rules.default_seats(engine, gpu, n_engines)
+    seats = engine_rules.default_seats(engine, gpu, n_engines, drafts=tokens_per_seq > 1)
     max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // tokens_per_seq))
     if max_num_seqs * tokens_per_seq > budget:
         tokens = "" if tokens_per_seq == 1 else f" of {tokens_per_seq} tokens each"

@@ -449,3 +449,20 @@ def test_every_server_of_a_cluster_has_the_processes_of_its_line(engine):
     name, option = engine.split()
     fields = {"engine": name, "engine_args": f"{option} 3", "topology": "4C"}
     assert make_config(fields).front_end.api_servers == 12
+
+
+def test_a_line_of_sglang_without_numbers_drafts_as_sglang_chooses():
+    """A line without them drafted nothing, without a word."""
+
+    def drafting(model, algorithm):
+        line = f"python -m sglang.launch_server --model-path {model} --speculative-algo {algorithm}"
+        found = read(line, num_requests=2)[0].steps.speculative_config
+        return found.depth, found.eagle_topk, found.num_speculative_tokens + 1
+
+    assert drafting(MODEL, "EAGLE3") == drafting(MODEL, "NEXTN") == (3, 1, 4)
+    assert drafting("Llama-3.3-70B-Instruct", "EAGLE3") == (5, 4, 8)
+    assert drafting("Llama-4-Scout-17B-16E-Instruct", "EAGLE3") == (3, 1, 4)
+    line = f"python -m sglang.launch_server --model-path {MODEL} --speculative-num-steps 3"
+    config, told = read(line)
+    assert config.steps.speculative_config is None
+    assert "without effect on the answer: speculative_num_steps" in told

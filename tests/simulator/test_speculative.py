@@ -1,5 +1,7 @@
 """Drafts that decode steps verify: acceptance, tokens, costs and memory by closed forms."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -349,6 +351,8 @@ def test_runs_that_cannot_draft(fields, message):
         ),
         ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}, ("mtp", 3, 3, 1)),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}, ("ngram", 7, 7, 1)),
+        ({"speculative_algorithm": "NGRAM"}, ("ngram", 11, 11, 1)),
+        ({"speculative_algorithm": "EAGLE"}, ("mtp", 3, 3, 1)),
         ({"decoding_type": "MTP", "num_nextn_predict_layers": 3}, ("mtp", 3, 3, 1)),
         ({"decoding_type": "Eagle", "max_draft_len": 4}, ("eagle3", 4, 4, 1)),
     ],
@@ -358,6 +362,45 @@ def test_other_engines_spellings(theirs, ours):
     drafting = make_config(RUN | {"speculative_config": names}).steps.speculative_config
     assert (drafting.method, drafting.num_speculative_tokens, drafting.depth,
             drafting.eagle_topk) == ours  # fmt: skip
+
+
+def sglangs_tokens(steps, topk, tokens):
+    """Return what SGLang verifies of a sequence in a step; None where it does not start, or the
+    best drafts of its tree may leave out all of the last pass."""
+    if (steps, topk, tokens) == (None, None, None):
+        return 4
+    if steps is None:
+        return None
+    if topk in (None, 1):
+        return steps + 1
+    drafted = topk + (steps - 1) * topk * topk
+    return tokens if tokens and steps < tokens <= drafted + 1 else None
+
+
+def test_sglangs_numbers_are_the_tokens_that_it_verifies(n_cases):
+    """Whatever a line gives of passes, branches and tokens: as many tokens are verified, and as
+    many accepted, as by SGLang, and what it does not start with is refused by name."""
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    cases = list(product((None, 2, 3, 5), (None, 1, 2, 4), (None, 4, 6, 8)))
+    for case in cases:
+        words = {f"speculative_{n}": v for n, v in zip(names, case, strict=True) if v is not None}
+        fields = RUN | {"speculative_config": {"speculative_algorithm": "EAGLE3"} | words}
+        if (tokens := sglangs_tokens(*case)) is None:
+            with pytest.raises(InputError, match=r"num_steps|num_draft_tokens: missing"):
+                make_config(fields)
+            continue
+        ours = make_config(fields).steps.speculative_config
+        assert (ours.num_speculative_tokens + 1, ours.depth) == (tokens, case[0] or 3), case
+    n_cases(len(cases), fixed=True)
+
+
+def test_sglang_runs_48_requests_where_it_speculates():
+    fields = RUN | {"engine": "sglang", "topology": "1C"}
+    config = {"method": "ngram", "num_speculative_tokens": 3, "acceptance": None}
+    config["synthetic_acceptance_length"] = 2.0
+    asked = ({}, {"speculative_config": config}, {"speculative_config": config, "max_num_seqs": 96})
+    made = [prepare(make_config(fields | more)).spec.decode for more in asked]
+    assert [engine.max_num_seqs for engine in made] == [2048, 48, 96]
 
 
 def test_a_tree_accepts_as_many_as_its_passes():

@@ -187,11 +187,14 @@ def default_budget(
     return 8192 if engine == "trtllm" else gpu.max_num_batched_tokens
 
 
-def default_seats(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
+def default_seats(
+    engine: Engine, gpu: GPU, engines_of_worker: int = 1, *, drafts: bool = False
+) -> int:
     """Return the running requests of an engine where nothing is said: 2,048 of TensorRT-LLM
-    (``max_batch_size``) and, at least, of a worker of SGLang's."""
+    (``max_batch_size``) and, at least, of a worker of SGLang's, but 48 where that speculates
+    (``_handle_eagle_family`` and ``_handle_ngram``)."""
     if engine == "sglang":
-        return max(1, 2048 // engines_of_worker)
+        return max(1, (48 if drafts else 2048) // engines_of_worker)
     return 2048 if engine == "trtllm" else gpu.max_num_seqs
 
 

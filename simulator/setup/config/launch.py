@@ -178,7 +178,11 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             (kernels if chooses_kernels(name) else changes).append(name)
         else:
             unknown.append(name)
-    if speculative:
+    if engine == "sglang" and speculative and "speculative_algorithm" not in speculative:
+        idle += speculative  # it reads them beside an algorithm alone
+    elif speculative:
+        if engine == "sglang" and not _COUNTS & speculative.keys():
+            speculative |= _usual_tree(speculative, values.get("model") or fields.get("model"))
         fields["speculative_config"] = speculative
     if isinstance(drafts := fields.get("speculative_config"), str) and drafts.startswith("{"):
         drafts = fields["speculative_config"] = parse_json(
@@ -229,6 +233,15 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         warnings.warn(EldrSimWarning(text), stacklevel=3)
     _warn_of(changes, idle, kernels)
     return fields
+
+
+def _usual_tree(speculative: Mapping[str, Any], model: Any) -> dict[str, int]:
+    """Return the tree of drafts that SGLang chooses for a Llama or Grok where a line says none, as
+    its ``_auto_choose_speculative_params`` does; three drafts in a row for all other models."""
+    eagle = str(speculative["speculative_algorithm"]).lower() in ("eagle", "eagle3", "nextn")
+    if not eagle or not re.search(r"llama(?!.?4)|grok", str(model).lower()):
+        return {}
+    return dict(zip(sorted(_COUNTS), (4, 8, 5), strict=True))
 
 
 def _check_values(engine: str, found: dict[str, Any]) -> None:
@@ -544,3 +557,4 @@ _DRAFTS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_num_draft_tokens",
 )  # fmt: skip
+_COUNTS = frozenset(_DRAFTS[2:])

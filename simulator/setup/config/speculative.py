@@ -172,18 +172,33 @@ def _spelled(given: dict[str, Any]) -> dict[str, Any]:
     fields["method"] = method
     if model is not None:
         fields["model"] = model
-    if kind == "algorithm":  # the tokens of a step count the sampled one
-        tokens = fields.pop("num_draft_tokens", None)
-        steps = fields.get("num_steps")
-        fields["num_speculative_tokens"] = (steps if tokens is None else tokens - 1) or 0
-        if method == "ngram":
-            fields.pop("num_steps", None)
+    if kind == "algorithm":
+        _count_drafts(fields)
     else:
         lengths = [
             fields.pop(n) for n in ("num_nextn_predict_layers", "max_draft_len") if n in fields
         ]
         fields["num_speculative_tokens"] = lengths[0] if lengths else 1
     return fields
+
+
+def _count_drafts(fields: dict[str, Any]) -> None:
+    """Turn SGLang's passes, branches and tokens of a verify step, the sampled one included, into
+    drafts, in place; as SGLang does where none is given, or there are no branches
+    (``_handle_eagle_family`` and ``_handle_ngram``, 0.5.23)."""
+    steps, tokens = fields.get("num_steps"), fields.pop("num_draft_tokens", None)
+    if fields["method"] == "ngram":
+        fields.pop("num_steps", None)
+        fields["num_speculative_tokens"] = (12 if tokens is None else tokens) - 1
+        return
+    if steps is None and tokens is None and "eagle_topk" not in fields:
+        steps = fields["num_steps"] = 3
+    chain = fields.get("eagle_topk", 1) == 1
+    if steps is None or (tokens is None and not chain):
+        missing = "num_steps" if steps is None else "num_draft_tokens"
+        allowed = "num_steps, eagle_topk and num_draft_tokens together, or none of them"
+        raise _error(missing, "missing", allowed)
+    fields["num_speculative_tokens"] = steps if chain else tokens - 1
 
 
 _MODELS = ("draft_model_path", "model_dir", "model")  #: other engines' names of a draft model
