@@ -31,13 +31,16 @@ _LOAD = (
     "workload", "request_rate", "num_requests", "duration", "burstiness", "load", "arrivals",
     "max_concurrency", "input_len", "output_len", "random_range_ratio", "columns", "time_unit",
 )  # fmt: skip
+#: Options that say an engine.
+_SAY_ENGINE = ("engine", "engine_args", "extra_llm_api_options", "config_file", "preset")
 
 
 def results_and_configs(
     results: Sequence[Path], config: RunConfig, options: Mapping[str, Any]
 ) -> "tuple[list[Bench], list[RunConfig]]":
-    """Read results of benchmarks; return them and the configuration of each. Raises InputError
-    where options say a load, or a result's model is not known."""
+    """Read results of benchmarks; return them and the configuration of each, with its model and
+    engine. Raises InputError where options say a load, or another engine than a result, or its
+    model is not known."""
     from eldr_sim.validation.published.bench import read_bench, with_model
 
     found = [each for path in results for each in read_bench(path)]
@@ -47,7 +50,19 @@ def results_and_configs(
     given = config.engine.model != RUN_FIELDS["model"].default or any(
         options.get(name) for name in ("model", "config_file", "preset")
     )
-    return found, [with_model(each, config, given=given) for each in found]
+    made = [_of_engine(each, config, options) for each in found]
+    return found, [with_model(each, of, given=given) for each, of in zip(found, made, strict=True)]
+
+
+def _of_engine(each: "Bench", config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration for the engine that a result names, if it names one."""
+    engine = each.served_by
+    if not engine or engine == config.engine.engine:
+        return config
+    if any(options.get(name) for name in _SAY_ENGINE):
+        problem = f"{config.engine.engine}, but {each.name} is of {engine}"
+        raise InputError("engine", problem, f"{engine}, or none: the result says it")
+    return config_from_options({**options, "engine": engine})
 
 
 @click.command(cls=GroupedCommand)
@@ -78,7 +93,8 @@ def calibrate(
 
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new file, or --force")
-    config = config_from_options(_launched(launch, options))
+    options = _launched(launch, options)
+    config = config_from_options(options)
     files = [path for path in results if not _has_steps(path)]
     with TemporaryDirectory() as work:
         found, configs = results_and_configs(files, config, options)

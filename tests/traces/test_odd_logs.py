@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -122,6 +123,37 @@ def test_rows_of_one_step_of_time_add_up(tmp_path):
     shape = load_shape(str(usage))
     assert shape.edges_s.tolist() == [0.0, 3600.0, 7200.0]
     assert shape.rates.tolist() == [1.0, 2.0]
+
+
+@on_each("named, given", product(("s", "ms", "us", "ns"), repeat=2))
+def test_dates_in_another_unit_than_named_are_doubted(named, given, tmp_path_factory):
+    """An hour of dates in seconds that is read as milliseconds is a fair load, and 1,000 times as
+    fast; a log that begins at 0 has no dates."""
+    scale = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[given]
+    file = tmp_path_factory.mktemp("dates") / "log.csv"
+
+    def notes(begin):
+        rows = "".join(f"{(begin + 60 * i) * scale},90,{9 + i % 2}\n" for i in range(60))
+        file.write_text("sent,isl,osl\n" + rows)
+        try:
+            log = read_request_log(file, columns=f"time_{named}=sent,input=isl,output=osl")
+        except InputError as error:
+            return str(error)
+        return " ".join(log.header.notes)
+
+    said = notes(1_793_696_400)
+    doubted = "'sent' in" in said or "is it in" in said or "is not a time" in said
+    assert doubted == (named != given), said
+    assert "holds dates" not in notes(0)
+
+
+def test_times_that_are_all_the_same_are_doubted(tmp_path):
+    """A column of durations was read as arrivals, all at once, without a word."""
+    (tmp_path / "log.csv").write_text("took,isl,osl\n" + "300,90,9\n" * 30)
+    log = read_request_log(tmp_path / "log.csv", columns="time_ms=took,input=isl,output=osl")
+    assert "all requests come at once: does 'took' say" in " ".join(log.header.notes)
+    with pytest.raises(InputError, match="'isl' is input and output"):
+        read_request_log(tmp_path / "log.csv", columns="time_ms=took,input=isl,output=isl")
 
 
 def test_a_log_longer_than_a_month_asks_for_its_unit(tmp_path):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from eldr_sim.cli.calibrate import results_and_configs
+from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
@@ -260,6 +262,28 @@ def test_a_report_of_guidellm_that_lacks_something_is_one_line(tmp_path, changes
     path.write_text(json.dumps({"benchmarks": [benchmark]}))
     with pytest.raises(InputError, match=r"guide\.json"):
         read_benches(path)
+
+
+def test_the_engine_is_the_files_or_refused(result_file):
+    """A result of SGLang's was held against vLLM's rules. ``vllm`` and ``openai`` are clients."""
+    options = {"gpu": "H100", "topology": "1C"}
+
+    def engine(backend, **more):
+        file = result_file(model_id="Qwen/Qwen3-30B-A3B", backend=backend)
+        given = options | more
+        (made,) = results_and_configs([file], config_from_options(given), given)[1]
+        return made.engine.engine, made.engine.gpu_memory_utilization
+
+    usual, sglangs = (make_config(options | {"engine": e}).engine for e in ("vllm", "sglang"))
+    for backend in ("vllm", "openai-chat", ""):
+        assert engine(backend) == ("vllm", usual.gpu_memory_utilization)
+    for backend in ("sglang", "sglang-native", "sglang-oai-chat"):
+        assert engine(backend) == ("sglang", sglangs.gpu_memory_utilization)
+    assert engine("tensorrt-llm")[0] == engine("trt")[0] == "trtllm"
+    assert engine("openai", engine="sglang")[0] == "sglang"
+    for more in ({"engine": "vllm"}, {"engine_args": "vllm serve Qwen/Qwen3-30B-A3B"}):
+        with pytest.raises(InputError, match=r"engine: vllm, but result\.json is of sglang"):
+            engine("sglang", **more)
 
 
 def test_the_model_is_the_files_or_refused(result_file, tmp_path):

@@ -83,6 +83,13 @@ class Bench:
         engine = f" on {self.engine}" if self.engine else ""
         return f"{of}{engine}: {', '.join(said)}"
 
+    @property
+    def served_by(self) -> str:
+        """The engine, if its name is one: ``vllm`` stands for every server of OpenAI's API."""
+        name = self.engine.lower()
+        found = {"sglang": "sglang", "trt": "trtllm", "tensorrt": "trtllm"}
+        return next((engine for word, engine in found.items() if name.startswith(word)), "")
+
 
 #: Times below which a figure is none of a server's, ms.
 _LEAST_MS = {f"{s}_{m}_ms": ms for s in _STATISTICS for m, ms in (("tpot", 0.1), ("ttft", 0.2))}

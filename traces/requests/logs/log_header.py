@@ -11,6 +11,7 @@ import numpy as np
 
 from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.logs.table_columns import UNITS_NS
 
 #: A log whose unit of time is a custom alone is doubted below this span, s, and beyond these mean
 #: rates, requests/s, of that many requests or more: in a unit a thousand times as large or as
@@ -84,9 +85,10 @@ def check_unit(
     n = len(when_ns)
     if n < 2 or not unit:
         return ""
-    span = (int(when_ns.max()) - int(when_ns.min())) / 1e9
+    begin = int(when_ns.min()) / 1e9
+    span = int(when_ns.max()) / 1e9 - begin
     if span <= 0.0:
-        return ""
+        return f"all requests come at once: does {column!r} say when they come?"
     rate = (n - 1) / span
     doubt = ""
     # Milliseconds since 1970 are no whole nanoseconds as floating-point numbers.
@@ -100,7 +102,10 @@ def check_unit(
     elif n >= _MANY and not _SLOWEST <= rate <= _FASTEST:
         doubt = f"spans {span:,.4g} s, {rate:.3g} requests/s,"
     if not doubt:
-        return ""
+        written = begin / UNITS_NS[unit]
+        dates = (other for other, ns in UNITS_NS.items() if _is_date(written * ns))
+        other = "" if _is_date(begin) else next(dates, "")
+        return f"{column!r} holds dates if it is in {other}: is it in {unit}?" if other else ""
     if asks:
         problem = f"{column!r} {doubt} if it is in {unit}, which nothing in the file says"
         allowed = f"--time-unit s, ms, us or ns (or --columns time_UNIT={column}, with its unit)"
@@ -108,6 +113,11 @@ def check_unit(
     if span < _SHORTEST_S or span > longest_s or not _NEVER < rate < 1.0 / _NEVER:
         return f"the log {doubt.rstrip(',')}: is {column!r} in {unit}?"
     return ""
+
+
+def _is_date(seconds: float) -> bool:
+    """Whether seconds since 1970 are a time from 2001 to 2096."""
+    return 1e9 <= seconds < 4e9
 
 
 def told_lengths(lengths: Ints) -> tuple[int, int, float]:

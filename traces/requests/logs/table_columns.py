@@ -84,6 +84,9 @@ def parse_columns(text: str) -> dict[str, str]:
             problem = f"{part.strip()!r}" + (" is given twice" if key in columns else "")
             raise InputError("columns", problem, f"KEY=COLUMN,... with keys {', '.join(KEYS)}")
         columns[key] = column
+    if "input" in columns and columns["input"] == columns.get("output"):
+        problem = f"{columns['input']!r} is input and output"
+        raise InputError("columns", problem, "a column of prompts' tokens and one of answers'")
     times = [key for key in columns if key.startswith("time")]
     if len(times) > 1:
         raise InputError(
