@@ -83,12 +83,13 @@ def test_blocks_that_a_plain_prompt_does_not_find(more):
 
 @given(st.data())
 def test_it_is_the_longest_run_of_blocks_that_are_there(data):
-    """A cache that is a set of token tuples, each from the prompt's begin."""
+    """A cache is a set of token tuples, each from the prompt's begin, in blocks of any size."""
+    size = data.draw(st.integers(1, 3))
     prefixes, held = CachedPrefixes(1), {}
     letters = st.lists(st.integers(0, 2), min_size=1, max_size=9)
     for _ in range(data.draw(st.integers(1, 12))):
         tokens = data.draw(letters)
-        whole = [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
+        whole = [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
         if held and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(held)))
             prefixes.hear(0, [0.0, [removed(held.pop(gone))]])
@@ -99,12 +100,13 @@ def test_it_is_the_longest_run_of_blocks_that_are_there(data):
                 break
             held[block] = len(held) + 1000 * len(block) + hash(block) % 997
             parent = held[whole[at - 1]] if at else None
-            prefixes.hear(0, [0.0, [stored([held[block]], parent, list(block[-SIZE:]))]])
+            event = stored([held[block]], parent, list(block[-size:])) | {"block_size": size}
+            prefixes.hear(0, [0.0, [event]])
     tokens = data.draw(letters)
     run = 0
-    while (end := (run + 1) * SIZE) <= len(tokens) and tuple(tokens[:end]) in held:
+    while (end := (run + 1) * size) <= len(tokens) and tuple(tokens[:end]) in held:
         run += 1
-    assert matched(prefixes, tokens) == [min(run * SIZE, (len(tokens) - 1) // SIZE * SIZE)]
+    assert matched(prefixes, tokens) == [min(run * size, (len(tokens) - 1) // size * size)]
 
 
 @pytest.fixture
