@@ -8,6 +8,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model, shipped_json
+from eldr_sim.kernel_profiles.tables.format import attention_shapes
 
 from ..on_each import on_each
 from ..paths import SHARED
@@ -83,6 +84,31 @@ def test_sliding_layers_cache_no_more_than_their_window():
     assert gpt.kv_bytes(10_000) - 10_000 * growth == 4_718_592  # the windows' cap
     gemma = load_model("Gemma-4-26B-A4B")
     assert gemma.kv_bytes(5_001) - gemma.kv_bytes(5_000) == 20_480
+
+
+@on_each("name", list_models())
+def test_every_layer_caches_and_attends_once(name):
+    """Windows and full attention share the layers out; a cache in windows holds their keys and
+    values alone, with index keys beside those of full attention."""
+    model = load_model(name)
+    sliding, full = model.n_sliding_layers, model.n_full_layers
+    assert sliding + full + model.n_linear_layers == model.n_layers
+    shapes = attention_shapes(model)
+    for kind, layers in ((True, sliding), (False, full)):
+        assert sum(n for slides, n, _ in shapes if slides == kind) == layers
+        windows = {shape.get("window", 0) for slides, _, shape in shapes if slides == kind}
+        assert windows <= {model.sliding_window if kind else 0}
+    per_layer = {
+        kind: model.kv_lora_rank + model.qk_rope_head_dim
+        if model.attention == "mla"
+        else model.heads(kind)[1] * (model.heads(kind)[2] + model.value_width(kind))
+        for kind in (True, False)
+    }
+    width = 1 if model.kv_cache_dtype == "fp8" else 2
+    assert model.cached_bytes_per_token(True) == sliding * width * per_layer[True]
+    keys = model.cached_bytes_per_token(False) - full * width * per_layer[False]
+    if not model.compressed_layers:
+        assert (keys > 0) == (model.index_topk > 0)
 
 
 def test_lookup_takes_names_and_hugging_face_ids_in_any_case():

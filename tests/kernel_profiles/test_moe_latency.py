@@ -189,7 +189,11 @@ def test_every_shipped_table_gives_a_sane_monotone_model(shipped):
     assert (inner >= 0).all()
     assert (inner[:, int(model.top_k) - 1 :] > 0).all()
     assert (np.diff(inner, axis=1) >= -1e-15).all()
-    prefill = model.prefill_s(np.arange(1.0, 20_000.0, 50.0))
+    tokens = np.arange(1.0, 20_000.0, 50.0)
+    prefill = model.prefill_s(tokens)
+    reading = model.time_s(tokens, uniform_distinct(tokens, model.n_experts, model.top_k))
+    assert (prefill >= reading).all()
+    assert len(model.unbalanced_knots) or (prefill == reading).all()
     if "default tiles" in table.metadata.kernel_source:  # may fall where another tile runs
         inner, prefill = inner[97:], prefill[11:]
     assert (np.diff(inner, axis=0) >= -1e-15).all()

@@ -6,14 +6,16 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies import registry
+from eldr_sim.policies import plugins, registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers, gives_rules
 from eldr_sim.policies.choice import FIELDS
+from eldr_sim.policies.scaling.base import Target
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
@@ -307,6 +309,36 @@ def test_a_mistake_in_a_policy_is_one_line_that_names_it(
         simulate(make_config(fields))
     assert "\n" not in str(caught.value)
     assert (caught.value.__cause__ is None) == ("returns" in message)
+
+
+_GROUP = SimpleNamespace(n_experts=4, n_layers=1, n_ranks=2)
+_EXPERTS = SimpleNamespace(expert=np.array([[0, 1, 2, 3]]))
+#: What a policy is asked, by the method, and answers that are good.
+ASKED = {
+    "select": ((None, SimpleNamespace(loads=[0, 0])), [0, np.int64(1), None]),
+    "keys": ((SimpleNamespace(prompt_len=np.arange(2)),), [[1, 0.5], np.ones(2)]),
+    "decide": (
+        (SimpleNamespace(pools=[SimpleNamespace(name="decode")]),),
+        [(), [Target("decode", 0)], [Target("decode", np.int64(2))]],
+    ),
+    "place": ((_GROUP,), []),
+    "update": ((_GROUP,), [None]),
+    "choose": ((None, np.array([1, 2]), _EXPERTS, 0), [np.array([1, 2]), [1, 2]]),
+}
+JUNK = [
+    "x", -1, 2, 1.5, float("nan"), object(), [None], [object()], [float("nan"), 1], ["x", "y"],
+    [Target("decode", "x")], [Target("decode", 1.5)], [Target("decode", -1)],
+    [Target("decode", 1), Target("elsewhere", 1)], np.zeros((2, 2)), SimpleNamespace(n_ranks=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_no_answer_but_a_good_one_is_taken(method):
+    """And what is none raises nothing by itself, whatever it is."""
+    arguments, good = ASKED[method]
+    check = plugins._ANSWERS[method]
+    assert not any(check(arguments, answer) for answer in good)
+    assert all(check(arguments, answer) for answer in JUNK)
 
 
 def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.acceptance import rates_of_length, shipped
+from eldr_sim.kernel_profiles.acceptance import rates_of_length, shipped, spent
 from eldr_sim.simulator.run import simulate, simulate_summary
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -38,6 +38,15 @@ def test_rates_make_their_length(length, k):
     given = np.array(rates[1:]) / np.maximum(rates[:-1], 1e-300)
     if length > 1:
         assert given == pytest.approx(rates[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (1.86, 3), (3.2, 3), (4.0, 3), (4.06, 8)])
+def test_a_length_is_spent_in_shares_that_do_not_rise(length, k):
+    rates = spent(length, k)
+    assert 1 + sum(rates) == pytest.approx(length)
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert list(rates) == sorted(rates, reverse=True)
+    assert sum(0 < rate < 1 for rate in rates) <= 1
 
 
 def test_shipped_acceptances_are_those_of_their_sources():
