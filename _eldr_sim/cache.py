@@ -38,7 +38,7 @@ PURPOSES = {
 _OURS = {
     BITSETS: ("*.bits", ".*.bits-*"),
     FITS: ("*.npz", ".*.npz-*"),
-    NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
+    NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*", "*/*/*.o", "*/*/.*.o-*"),
     TABLES: ("*/*.parquet",),
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }

@@ -1,9 +1,5 @@
 """How far the first run on a machine has come with compiling the simulator."""
 
-from typing import Any
-
-from numba.core import event
-
 from eldr_sim.jit import is_cold
 from eldr_sim.phases import has_listener, report_phase
 
@@ -13,25 +9,6 @@ _EVENT = "numba:compile"
 _FUNCTIONS, _LAST = 324, "advance"
 
 
-class _Share(event.Listener):
-    """Reports the share of the functions that are compiled, until the last one is."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._done = what, 0
-
-    def on_start(self, _event: Any) -> None:
-        """Do nothing."""
-
-    def on_end(self, event_: Any) -> None:
-        """Report the share; a run that needs more functions stays just below the whole."""
-        self._done += 1
-        if event_.data["dispatcher"].py_func.__name__ == _LAST:
-            event.unregister(_EVENT, self)
-            report_phase(self._what, 1.0)
-        else:
-            report_phase(self._what, min(self._done / _FUNCTIONS, 0.99))
-
-
 def tell_of_compiling() -> None:
     """Report that the simulator is compiled now, if it is, and the share that is done.
 
@@ -39,4 +16,28 @@ def tell_of_compiling() -> None:
     if has_listener() and is_cold():
         what = "compiling the simulator, once on this machine: a minute or two"
         report_phase(what)
-        event.register(_EVENT, _Share(what))
+        _tell_shares(what)
+
+
+def _tell_shares(what: str) -> None:
+    from numba.core import event
+
+    class Share(event.Listener):
+        """Reports the share of the functions that are compiled, until the last one is."""
+
+        def __init__(self) -> None:
+            self._done = 0
+
+        def on_start(self, _event: event.Event) -> None:
+            """Do nothing."""
+
+        def on_end(self, event_: event.Event) -> None:
+            """Report the share; a run that needs more functions stays just below the whole."""
+            self._done += 1
+            if event_.data["dispatcher"].py_func.__name__ == _LAST:
+                event.unregister(_EVENT, self)
+                report_phase(what, 1.0)
+            else:
+                report_phase(what, min(self._done / _FUNCTIONS, 0.99))
+
+    event.register(_EVENT, Share())

@@ -1,237 +1,32 @@
-"""numba's compiler, its results kept in the user's cache folder: by itself numba keeps them beside
-the source, and refuses to compile where it cannot.
+"""Compiled functions. numba compiles them when they are first called, and their code is kept in the
+user's cache folder (`compiler`). What runs call most is an `Entry`: machine code in an object file,
+which LLVM loads by itself. A run that needs nothing else does not import numba."""
 
-numba makes every function ready to run by itself, with those that it calls; a caller takes in the
-intermediate code and does the same again, once for each level above. Here (`inlined`) a function
-stays intermediate code, and is kept as such."""
-
-import gc
+import ctypes
 import hashlib
-import importlib
+import os
+import pickle
 import tempfile
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, cached_property, update_wrapper
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
-import numba
-from llvmlite import ir
-from numba import types
-from numba.core import event
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, CompileResult
-from numba.core.runtime.nrt import rtsys
-from numba.cpython import hashing  # noqa: F401  its constants are symbols of compiled code
-from numba.extending import intrinsic, typeof_impl
-from numba.np import linalg as blas
+import numpy as np
 
 import eldr_sim
-from eldr_sim import numba_memo, shipped
+from eldr_sim import shipped
 from eldr_sim.cache import NUMBA, closed_to_others, distrusted_files, stamp, warn, writable_folder
+from eldr_sim.errors import InputError
+from eldr_sim.outputs import CACHE, whole_file
 
-_make_result: Any = CompileResult  # by names that its type does not know
-
-
-class _NoEnvironment:
-    """Takes the place of the code's owner, who would look up a variable of the running function."""
-
-    @staticmethod
-    def set_env(name: str, environment: Any) -> None:
-        """Do nothing: the function does not run by itself."""
-
-
-class _Library(JITCodeLibrary):
-    """Code that is linked into that of callers and has no address of its own."""
-
-    codegen: ClassVar[Any] = _NoEnvironment
-
-    def _optimize_final_module(self) -> None:
-        """Leave the whole to the caller; functions have been simplified by themselves."""
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._verify_declare_only_symbols()
-        self._finalized = True
-
-    def get_pointer_to_function(self, name: str) -> int:
-        """Return that there is none."""
-        return 0
-
-    def serialize_using_object_code(self) -> tuple[str, str, bytes]:
-        """Return the intermediate code."""
-        data: tuple[str, str, bytes] = self.serialize_using_bitcode()
-        return data
-
-
-class InlinedCompiler(Compiler):
-    """numba's compiler, up to the intermediate code."""
-
-    def define_pipelines(self) -> Any:
-        """Return the steps of the usual compiler, which fill a library of this module's kind."""
-        state = self.state
-        state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
-        state.library.enable_object_caching()
-        return super().define_pipelines()
-
-
-class RestrictedCompiler(InlinedCompiler):
-    """The same for functions with arrays that do not overlap, as C's ``restrict`` says. Loops over
-    several of them need no test of that before they run in vector registers."""
-
-    def define_pipelines(self) -> Any:
-        """Return the steps of the compiler, which tell LLVM so."""
-        self.state.flags.noalias = True
-        return super().define_pipelines()
-
-
-class _Locator(UserProvidedCacheLocator):
-    """Where a function is kept: by what its module is called and says, not by where it lies.
-
-    All environments of a machine that hold the same sources compile once."""
-
-    def __init__(self, py_func: Any, py_file: str) -> None:
-        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
-        name = f"{py_func.__module__}-{_digest(py_file).hex()[:8]}"
-        self._cache_path = str(Path(_config.CACHE_DIR or _place(), name))
-
-    def get_source_stamp(self) -> bytes:
-        """Return what tells a module from others of its name."""
-        return _digest(self._py_file)
-
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> Any:
-        """Return the place of a function; None where nothing can be written."""
-        return cls(py_func, py_file) if _can_write(_config.CACHE_DIR or _place()) else None
-
-
-@cache
-def _can_write(folder: str) -> bool:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
-
-
-@cache
-def _digest(path: str) -> bytes:
-    return hashlib.sha256(Path(path).read_bytes()).digest()
-
-
-class _Loaded(JITCodeLibrary):
-    """Code from the cache; its intermediate code is parsed when another function links it."""
-
-    _bitcode: bytes
-
-    def _get_module_for_linking(self) -> Any:
-        if self._shared_module is None:
-            self._shared_module = llvm.parse_bitcode(self._bitcode)
-            self._codegen._engine._load_defined_symbols(self._shared_module)
-        return self._shared_module
-
-
-class _Results(CompileResultCacheImpl):
-    _locator_classes = [_Locator, *CompileResultCacheImpl._locator_classes]  # noqa: RUF012
-
-    def rebuild(self, target_context: Any, payload: Any) -> Any:
-        """Return a function from what the cache has of it."""
-        (name, _, data), fndesc, environment, signature, _, lifted, annotation, *rest = payload
-        for function in rest[0]:
-            function()
-        names = (
-            fndesc.llvm_func_name,
-            fndesc.llvm_cpython_wrapper_name,
-            fndesc.llvm_cfunc_wrapper_name,
-        )
-        library = self._library(target_context.codegen(), name, data, names)
-        for referenced in rest[1]:
-            library.codegen.set_env(referenced.env_name, referenced)
-        return _make_result(
-            typing_context=target_context.typing_context,
-            target_context=target_context,
-            entry_point=target_context.get_executable(library, fndesc, environment),
-            typing_error=None,
-            type_annotation=annotation,
-            signature=signature,
-            objectmode=False,
-            lifted=lifted,
-            fndesc=fndesc,
-            library=library,
-            call_helper=None,
-            environment=environment,
-            metadata=None,
-            reload_init=rest[0],
-            referenced_envs=rest[1],
-        )
-
-    def _library(self, codegen: Any, name: str, data: Any, names: Iterable[str]) -> JITCodeLibrary:
-        """Return the code; ``names``: of functions that others may look up, if it has them."""
-        library = _Loaded(codegen, name)
-        library.enable_object_caching()
-        code, library._bitcode = data
-        library._set_compiled_object(code)
-        library._finalize_final_module()
-        codegen._engine._defined_symbols |= {
-            each for each in names if each.encode() + b"\0" in code
-        }
-        return library
-
-
-class _Inlined(_Results):
-    def _library(self, codegen: Any, name: str, data: Any, names: Iterable[str]) -> JITCodeLibrary:
-        library = _Library(codegen, name)
-        library._final_module = llvm.parse_bitcode(data)
-        library._finalize_final_module()
-        return library
-
-
-class _Cache(FunctionCache):
-    """Keeps compiled functions in the cache folder, as long as it has room for them."""
-
-    _impl_class = _Results
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a function from the cache, None where it has not got it.
-
-        numba first looks for the types and operators of all its modules, which only compiling
-        needs: here the memory of arrays and the addresses of its helpers are made ready."""
-        rtsys.initialize(target_context)
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a function; after a warning, the work goes on where that fails."""
-        try:
-            with closed_to_others():
-                super().save_overload(sig, data)
-        except OSError as error:
-            warn(f"{error.filename or self.cache_path}: {error.strerror}")
-
-
-class InlinedCache(_Cache):
-    """Keeps functions that are inlined there, as intermediate code."""
-
-    _impl_class = _Inlined
-
-
-def _skip_blas() -> None:
-    """Import numba's array functions without the BLAS of SciPy, a fifth of a second of each run.
-    Who compiles a product of matrices gets it then: numba looks once more."""
-    asked, blas.ensure_blas = blas.ensure_blas, lambda: None
-    try:
-        importlib.import_module("numba.np.arraymath")
-    finally:
-        blas.ensure_blas = asked
-
-
-_skip_blas()
-numba_memo.install()
-shipped.use_level()  # before the first function: that makes numba's code generator
-_config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
+if TYPE_CHECKING:
+    from eldr_sim.references import Layout, Reference
 
 
 def njit(
@@ -247,13 +42,9 @@ def njit(
     Returns:
         The decorator. Machine code is kept in ``NUMBA_CACHE_DIR``, or else in `eldr_sim.cache`.
     """
-    if inlined:
-        only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        kind = RestrictedCompiler if restrict else InlinedCompiler
-        options |= only_code | {"pipeline_class": kind}
 
     def decorate(function: Callable[..., Any]) -> Compiled:
-        return Compiled(function, InlinedCache if inlined else _Cache, options)
+        return Compiled(function, inlined, restrict, options)
 
     return decorate
 
@@ -263,18 +54,18 @@ class Compiled:
     function is called or compiled: a run needs few of some four hundred."""
 
     def __init__(
-        self, function: Callable[..., Any], cache: type[_Cache], options: dict[str, Any]
+        self, function: Callable[..., Any], inlined: bool, restrict: bool, options: dict[str, Any]
     ) -> None:
         update_wrapper(self, function)
-        self.py_func, self._kept_in, self._options = function, cache, options
+        self.py_func, self.options = function, options
+        self.inlined, self.restrict = inlined, restrict
 
     @cached_property
     def dispatcher(self) -> Any:
         """numba's function."""
-        dispatcher = numba.njit(**self._options)(self.py_func)
-        if _config.CACHE_DIR or _place():
-            dispatcher._cache = self._kept_in(self.py_func)
-        return dispatcher
+        from eldr_sim.compiler import make_dispatcher
+
+        return make_dispatcher(self)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function, compiled."""
@@ -291,15 +82,147 @@ class Compiled:
         return self.__qualname__  # type: ignore[no-any-return]
 
 
-@typeof_impl.register(Compiled)
-def _typeof(function: Compiled, _context: Any) -> Any:
-    return function.dispatcher._numba_type_
+class Intrinsic:
+    """Stands for a function of `intrinsics` in the text of compiled functions."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def _numba_type_(self) -> Any:
+        from eldr_sim.compiler import type_of
+
+        return type_of(self)
+
+
+popcount: Any = Intrinsic("popcount")
+lowest: Any = Intrinsic("lowest")
+prefetch: Any = Intrinsic("prefetch")
+
+
+_NUMBERS: dict[Any, Any] = {
+    **dict.fromkeys((int, np.int64), ("int64", ctypes.c_int64)),
+    float: ("float64", ctypes.c_double),
+}
+
+
+class Entry:
+    """Decorates a function of a `Reference` and numbers, which is compiled and called by address.
+    The annotations of the numbers and the result are int or float."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self.py_func = function
+        _, *kinds = function.__annotations__.values()
+        self.numbers, of = zip(*(_NUMBERS[kind] for kind in kinds), strict=True)
+        self._result = of[-1]
+        pointer = ctypes.c_void_p
+        self._kind = ctypes.PYFUNCTYPE(ctypes.c_int32, pointer, pointer, pointer, *of[:-1])
+        self._known: dict[Layout, tuple[int, Any]] = {}
+
+    def __call__(self, reference: "Reference", *numbers: float) -> Any:
+        """Call the function, compiled; raises what it raises."""
+        result, failure = self._result(), ctypes.POINTER(_Failure)()
+        at = ctypes.byref(result), ctypes.byref(failure)
+        if self._compiled(reference)[1](*at, reference.address, *numbers):
+            raised, arguments, *_ = pickle.loads(
+                ctypes.string_at(failure.contents.data, failure.contents.size)
+            )
+            raise raised(*arguments or ())
+        return result.value
+
+    def address(self, reference: "Reference") -> int:
+        """Return where the function is, for such references."""
+        return self._compiled(reference)[0]
+
+    def _compiled(self, reference: "Reference") -> tuple[int, Any]:
+        layout = reference.layout
+        if layout not in self._known:
+            with _lock:
+                at = self._known[layout][0] if layout in self._known else self._kept(reference)
+                self._known[layout] = at, self._kind(at)
+        return self._known[layout]
+
+    def _kept(self, reference: "Reference") -> int:
+        """Load the function from its file, or compile it and keep it there."""
+        key = repr((_machine(), self.numbers, reference.layout.text)).encode()
+        folder = module_folder(self.py_func, self.py_func.__code__.co_filename)
+        path = Path(folder, f"{self.py_func.__name__}-{hashlib.sha256(key).hexdigest()[:12]}.o")
+        kept = b""
+        if place():
+            with suppress(OSError):
+                kept = path.read_bytes()
+        checksum, text = kept[:_DIGEST], kept[_DIGEST:]
+        if checksum != hashlib.sha256(text).digest():
+            from eldr_sim.compiler import object_of
+
+            text = object_of(self, reference.type)
+            if place() and can_write(place()):
+                _keep(path, text)
+        names, _, code = text.partition(b"\n")
+        return _load(names.decode().split(), code)
+
+
+_lock = threading.RLock()
+_DIGEST = hashlib.sha256().digest_size
+
+
+class _Failure(ctypes.Structure):
+    """What numba's code leaves of an exception: pickled, its class, arguments and place."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_int32)]
+
+
+def _keep(path: Path, text: bytes) -> None:
+    """Keep the names of a function and those that it needs, and its object file."""
+    try:
+        with closed_to_others(), whole_file(path, CACHE) as temporary:
+            temporary.write_bytes(hashlib.sha256(text).digest() + text)
+    except (InputError, OSError) as error:
+        warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
+
+
+@cache
+def _machine() -> tuple[str, ...]:
+    """Return what compiled code depends on besides its sources: numba and what it is told, and the
+    processor."""
+    told = {name: text for name, text in os.environ.items() if name.startswith("NUMBA_")}
+    for name in ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"):
+        told.pop(name, None)
+    level = shipped.level()
+    name = told.pop("NUMBA_CPU_NAME", None) or level or llvm.get_host_cpu_name()
+    features = told.pop("NUMBA_CPU_FEATURES", shipped.LEVELS.get(level or ""))
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten()
+    return version("numba"), llvm.get_process_triple(), name, features, str(sorted(told.items()))
+
+
+@cache
+def _engine() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def _load(names: list[str], code: bytes) -> int:
+    """Load an object file; ``names``: of its function, and of those that it needs."""
+    engine = _engine()  # it makes the symbols of this process known
+    name, *needs = names
+    for ours in ("frexp", "ldexp"):  # numba's are C's
+        at, known = (llvm.address_of_symbol(each) for each in (ours, f"numba_{ours}"))
+        if at and not known:
+            llvm.add_symbol(f"numba_{ours}", at)
+    if any(llvm.address_of_symbol(need) is None for need in needs):
+        import eldr_sim.compiler  # noqa: F401  numba makes its own known
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return int(engine.get_function_address(name))
 
 
 def is_cold() -> bool:
     """Whether the simulator's functions have still to be compiled on this machine."""
-    place = _config.CACHE_DIR or _place()
-    return not place or next(Path(place).glob("*/loop.advance*.nbi"), None) is None
+    return not place() or next(Path(place()).glob("*.plane.loop-*/advance-*.o"), None) is None
 
 
 #: Folders and modules whose compiled functions call each other, or whose constants they contain.
@@ -318,6 +241,7 @@ _MODULES = (
         "traces.requests.caches.session_lists",
     ),
 )
+_COMPILERS = "compiler", "intrinsics", "jit", "reference_types", "references"
 
 
 def linked() -> tuple[str, ...]:
@@ -333,7 +257,7 @@ def linked() -> tuple[str, ...]:
 @cache
 def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
-    compilers = (Path(__file__).with_name(f"{name}.py") for name in ("jit", "references"))
+    compilers = (Path(__file__).with_name(f"{name}.py") for name in _COMPILERS)
     sources = b"".join(map(Path.read_bytes, compilers)) + stamp(linked()).encode()
     key, level = hashlib.sha256(sources).hexdigest()[:8], shipped.level()
     if level is not None:
@@ -349,66 +273,29 @@ def _place() -> str:
     return str(place)
 
 
-class _NoCollector(event.Listener):
-    """Stops Python's collector of cycles while numba compiles: it finds next to nothing there."""
-
-    def __init__(self) -> None:
-        self._within, self._was_on = 0, False
-
-    def on_start(self, _event: Any) -> None:
-        """Stop it when the first of several functions that call each other begins."""
-        if self._within == 0:
-            self._was_on = gc.isenabled()
-            gc.disable()
-        self._within += 1
-
-    def on_end(self, _event: Any) -> None:
-        """Let it go on after the last one."""
-        self._within -= 1
-        if self._within == 0 and self._was_on:
-            gc.enable()
+def place() -> str:
+    """Return the folder of compiled code; empty where nothing can be kept."""
+    return os.environ.get("NUMBA_CACHE_DIR") or _place()
 
 
-event.register("numba:compile", _NoCollector())
+def module_folder(function: Any, path: str) -> str:
+    """Return the folder of a function's module: by what it is called and says, not by where it
+    lies. All environments of a machine that hold the same sources compile once."""
+    return str(Path(place(), f"{function.__module__}-{source_digest(path).hex()[:8]}"))
 
 
-@intrinsic
-def _popcount(_typing: Any, _word: Any) -> Any:
-    """Count the set bits of a uint64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), codegen
-
-
-@intrinsic
-def _lowest(_typing: Any, _word: Any) -> Any:
-    """Return the place of the lowest set bit of a uint64 that is not zero, int64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), codegen
+@cache
+def can_write(folder: str) -> bool:
+    """Return whether a folder can be made and written to."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
-@intrinsic
-def _prefetch(_typing: Any, row: Any, index: Any) -> Any:
-    """Fetch the cache line of a word of a row, which is read soon."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        start = context.make_array(signature.args[0])(context, builder, args[0]).data
-        line = builder.bitcast(builder.gep(start, [args[1]]), byte)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(fetch, [line, *(ir.Constant(number, value) for value in (0, 2, 1))])
-        return context.get_dummy_value()
-
-    return types.void(row, index), codegen
-
-
-#: As mypy cannot see them: without the first argument.
-popcount: Any = _popcount
-lowest: Any = _lowest
-prefetch: Any = _prefetch
+@cache
+def source_digest(path: str) -> bytes:
+    """Return what tells a module from others of its name."""
+    return hashlib.sha256(Path(path).read_bytes()).digest()

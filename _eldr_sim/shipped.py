@@ -8,11 +8,11 @@ import os
 import shutil
 import tarfile
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 
 #: Levels of processors, best first: LLVM's name, and what they must have beyond it. Vectors of 512
 #: bits, which LLVM uses for none but AMD's: 13% of a plain run's time.
@@ -30,7 +30,7 @@ _NEEDED = {
 
 def archive(level: str, package: Path = Path(__file__).parent) -> Path:
     """Return the file of a package with a level's code, as the numba that is installed makes it."""
-    return package / "compiled" / f"numba-{numba.__version__}-{level}.tar.xz"
+    return package / "compiled" / f"numba-{version('numba')}-{level}.tar.xz"
 
 
 @cache
@@ -57,9 +57,11 @@ def level() -> str | None:
 
 def use_level() -> None:
     """Have numba compile, in this process, for the level of the code that was brought along."""
-    config: Any = numba.config
+    from numba import config
+
     if (name := level()) is not None:
-        config.CPU_NAME, config.CPU_FEATURES = name, LEVELS[name]
+        settings: Any = config
+        settings.CPU_NAME, settings.CPU_FEATURES = name, LEVELS[name]
 
 
 def unpack(name: str, place: Path) -> None:

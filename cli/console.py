@@ -9,27 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 from eldr_sim.phases import HARMLESS, phases_shown_by
 from eldr_sim.start import show_nothing_more
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.progress import Progress, ProgressColumn, TaskID
 
     from eldr_sim.planning.compare.paired import PairedDifference
     from eldr_sim.planning.runs.sweep import SweepProgress
@@ -140,22 +131,14 @@ def _lines(title: str) -> _Lines:
 def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on standard error; yields a function of the share done. Where that is no
     terminal, a line every ten seconds, and one when something long begins."""
-    with _bar(title, 1.0, *_shares()) as update:
+    with _bar(title, 1.0, _shares) as update:
         yield lambda share: update(share, f"{100 * share:.0f}% done", completed=share)
 
 
 @contextmanager
 def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
     """Count the runs of a search, of those expected, as `progress_bar` shows a share."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} of about {task.total:.0f} runs"),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    with _bar(title, 0.0, *columns) as update:
+    with _bar(title, 0.0, _counts) as update:
 
         def count(done: int, expected: int) -> None:
             said = f"{done} of about {expected} runs"
@@ -165,49 +148,71 @@ def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _shares(said: str = "{task.percentage:3.0f}%", *, left: bool = True) -> list[ProgressColumn]:
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn(said), TimeElapsedColumn()]
     return [*columns, TimeRemainingColumn()] if left else columns
 
 
+def _counts() -> list[ProgressColumn]:
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return [
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:.0f} of about {task.total:.0f} runs"),
+        TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    ]
+
+
 def _progress(*columns: ProgressColumn, **options: Any) -> Progress:
     """Return what shows progress on the terminal's standard error, in place of any other word."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     show_nothing_more()
-    shown = sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True), disable=not shown, **options)
+    return Progress(*columns, console=Console(stderr=True), **options)
 
 
 @contextmanager
 def _bar(
-    title: str, total: float, *columns: ProgressColumn, period_s: float = 30.0, **fields: Any
+    title: str,
+    total: float,
+    columns: Callable[[], list[ProgressColumn]],
+    period_s: float = 30.0,
+    **fields: Any,
 ) -> Iterator[Callable[..., None]]:
     """Show progress; yields a function of the share done, how a line says it, and the fields."""
-    lines = None if sys.stderr.isatty() else _lines(title)
-    with _progress(*columns, transient=True, speed_estimate_period=period_s) as progress:
+    if not sys.stderr.isatty():
+        lines = _lines(title)
+        try:
+            with phases_shown_by(lines.say):
+                yield lambda share, said, **_now: lines.update(share, said)
+        finally:
+            lines.close()
+        return
+    with _progress(*columns(), transient=True, speed_estimate_period=period_s) as progress:
         task = progress.add_task(title, total=total, **fields)
 
         def update(share: float, said: str, **now: Any) -> None:
-            if lines is not None:
-                lines.update(share, said)
             progress.update(task, description=title, **now)
 
         def show(what: str, share: float | None = None) -> None:
             done = "" if share is None else f": {100 * share:.0f}% done"
             progress.update(task, description=f"{title}: {what}{done}")
 
-        try:
-            with phases_shown_by(show if lines is None else lines.say):
-                yield update
-        finally:
-            if lines is not None:
-                lines.close()
+        with phases_shown_by(show):
+            yield update
 
 
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and the time left on standard error, as `progress_bar` does."""
-    columns = _shares("{task.fields[runs]}")
+    columns = partial(_shares, "{task.fields[runs]}")
     # A run may take longer than any fixed period.
-    with _bar(title, 1.0, *columns, period_s=math.inf, runs="") as update:
+    with _bar(title, 1.0, columns, period_s=math.inf, runs="") as update:
 
         def tell(now: SweepProgress) -> None:
             failed = f", {now.failed} failed" if now.failed else ""
@@ -222,7 +227,17 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 def task_bar() -> Iterator[Callable[[str, float], None]]:
     """Show one task after the other with its share done; where there is no terminal, a line
     each."""
-    shown = sys.stderr.isatty()
+    if not sys.stderr.isatty():
+        last = ""
+
+        def tell(what: str, share: float) -> None:
+            nonlocal last
+            if what != last:
+                last = what
+                click.echo(what, err=True)
+
+        yield tell
+        return
     with _progress(*_shares(left=False)) as progress:
         current: tuple[str, TaskID] | None = None
 
@@ -230,8 +245,6 @@ def task_bar() -> Iterator[Callable[[str, float], None]]:
             nonlocal current
             if current is None or current[0] != what:
                 current = what, progress.add_task(what, total=1.0)
-                if not shown:
-                    click.echo(what, err=True)
             progress.update(current[1], completed=share)
 
         yield update
@@ -251,6 +264,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             click.echo("  ".join(padded).rstrip())
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         cells = [row[index] for row in rows]

@@ -24,9 +24,7 @@ FIELDS: dict[str, str] = {
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
 #: A class and the one above it, or what it says of itself.
-_SAID = re.compile(
-    r'^class (\w+)\((?:\w+\.)?(\w+)|^    (name|decision|also) = "(\w+)"', re.MULTILINE
-)
+_SAID = re.compile(r'\n(?:class (\w+)\((?:\w+\.)?(\w+)|    (name|decision|also) = "(\w+)")')
 
 
 def _built_in() -> dict[str, dict[str, str]]:

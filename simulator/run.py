@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,6 @@ from eldr_sim.simulator.outcome.catalogue import Headline, Shown, headline_tags,
 from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import judged, summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
-from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
 from eldr_sim.simulator.setup.config.groups import OutputConfig
@@ -48,6 +47,9 @@ from eldr_sim.simulator.setup.shared_experts import hold_instances, sharing
 from eldr_sim.traces.prompts import PromptSignatures, no_signatures
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
 Backend = Literal["compiled", "simpy", "vllm"]
@@ -225,8 +227,10 @@ def reference_of(
     arrivals: bool = True,
     *,
     backend: Backend = "simpy",
-) -> ReferenceCluster:
+) -> "ReferenceCluster":
     """Return a run as SimPy processes; raises InputError for what these do not model."""
+    from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
+
     if config.scaling.scales:
         raise InputError("autoscale", "the SimPy backend does not model it", "--backend compiled")
     if backend == "vllm":
@@ -238,7 +242,7 @@ def reference_of(
     return ReferenceCluster(inputs, workers, arrivals)
 
 
-def fault_plan(config: RunConfig, cluster: CompiledCluster | ReferenceCluster) -> FaultPlan:
+def fault_plan(config: RunConfig, cluster: "CompiledCluster | ReferenceCluster") -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
     health = config.faults.health_delay_ms / 1e3
     return cluster.faults or FaultPlan(

@@ -25,7 +25,7 @@ from eldr_sim.simulator.control.relocation import RELOCATION
 from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes
 from eldr_sim.simulator.plane import choose, loop, state
-from eldr_sim.simulator.plane.compiled import Callback, address_of
+from eldr_sim.simulator.plane.compiled import Callback
 from eldr_sim.simulator.plane.front_end import make_front_end, no_front_end
 from eldr_sim.simulator.plane.router import PolicyRouter, grown, make_fleet, with_room
 from eldr_sim.simulator.plane.steps import disaggregated, group_step, plain, streamed
@@ -191,7 +191,7 @@ class CompiledCluster:
             executor = plain if group is None else disaggregated if group.ffn_ranks else group_step
             if layout is not None and layout.has_steps_of_its_own:
                 executor = streamed
-            pools["executor"][number] = address_of(executor.execute, world)
+            pools["executor"][number] = executor.execute.address(world)
 
     def _check_held(self) -> None:
         """Raise InputError if a router holds requests that nothing will make it ask for again."""

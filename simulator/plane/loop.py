@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.arrays import Int32s, Records, Words
-from eldr_sim.jit import njit
+from eldr_sim.jit import Entry
 from eldr_sim.simulator.plane import network, state
 from eldr_sim.simulator.plane.choose import (
     HOLD,
@@ -387,8 +387,8 @@ def _is_full(world: World, event: Any) -> Any:
     )
 
 
-@njit(_nrt=False)
-def advance(world: World, until: float, n_events: int) -> Any:
+@Entry
+def advance(world: World, until: float, n_events: int) -> np.int64:
     """Let happen what happens before ``until``, s, or ``n_events``; returns why it returned. After
     FULL grow the logs and ``gaps``, and call the router that reads blocks, before the next call."""
     run = world.run

@@ -4,7 +4,6 @@ import operator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
 from eldr_sim.policies.base import (
@@ -117,9 +116,9 @@ class PolicyRouter:
             self._books = Reference(books)
             record["books"] = self._books.address
         if record["choose"] == 0:
-            record["choose"] = decision_address(decisions.choose, self._books, types.float64)
+            record["choose"] = decision_address(decisions.choose, self._books, "float64")
             if decisions.forget is not None:
-                record["forget"] = decision_address(decisions.forget, self._books, types.int64)
+                record["forget"] = decision_address(decisions.forget, self._books, "int64")
 
     def prepare(self, members: list[int], infos: list[RequestInfo], now_s: float) -> None:
         """Let the policy get ready to decide on requests, or tell their rules."""

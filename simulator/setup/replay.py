@@ -185,20 +185,16 @@ def _aligned(shape: tuple[int, int]) -> Words:
     return room[skipped : len(room) - line + skipped].reshape(shape)
 
 
-@njit()
-def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
+def _tile(flat: Words, source: Ints, target: Ints, length: Ints, out: Words) -> None:
     """Copy each window, tile by tile, rotated by ``tile / tiles`` of its length."""
     have, need = flat.shape[1], out.shape[1]
-    tiles = (need + have - 1) // have
-    for q in range(source.shape[0]):
-        n = length[q]
-        for t in range(tiles):
-            shift = t * n // tiles
-            width = min(have, need - t * have)
-            for p in range(n):
-                row = source[q] + (p + shift) % n
-                for k in range(width):
-                    out[target[q] + p, t * have + k] = flat[row, k]
+    tiles = range(-(-need // have))
+    for begin, at, n in zip(source.tolist(), target.tolist(), length.tolist(), strict=True):
+        for t in tiles:
+            shift, columns = t * n // len(tiles), slice(t * have, min((t + 1) * have, need))
+            width = columns.stop - columns.start
+            window, copy = flat[begin : begin + n, :width], out[at : at + n, columns]
+            copy[: n - shift], copy[n - shift :] = window[shift:], window[:shift]
 
 
 @njit()

@@ -258,6 +258,7 @@ def test_clear_removes_what_is_ours_and_nothing_else(home, tmp_path, run_cli):
     elsewhere = tmp_path / "elsewhere"
     ours = ["bitsets/.b.bits-tmp", "numba/0.0.9/s_12ab/f-1.py311.nbi"]
     ours += ["numba/0.0.9/s_12ab/f-1.py311.1.nbc", "numba/0.1.0/s_12ab/f-1.py311.nbi.tmp.0123"]
+    ours += ["numba/0.1.0/s_12ab/f-0123.o", "numba/0.1.0/s_12ab/.f-0123.o-ab"]
     others = ["notes.bits", "bitsets/notes.txt", "numba/numba/jit.py", "numba/a.nbi"]
     others += ["numba/0.1.0/x/y/f.nbi", elsewhere / "c.bits", elsewhere / "d" / "f.nbi"]
     ours, others = ([home / path for path in paths] for paths in (ours, others))
@@ -268,7 +269,7 @@ def test_clear_removes_what_is_ours_and_nothing_else(home, tmp_path, run_cli):
     (home / "bitsets" / "link.bits").symlink_to(elsewhere / "c.bits")
     _, out, _ = run_cli("cache", "info")
     assert re.search(r"a\.bits +2\.0 ", out)
-    assert re.search(r"compiled code +3 ", out)
+    assert re.search(r"compiled code +5 ", out)
     assert all(purpose in out for purpose in cache.PURPOSES.values())
     assert run_cli("cache")[1] == out
     code, out, err = run_cli("cache", "clear")
@@ -276,8 +277,8 @@ def test_clear_removes_what_is_ours_and_nothing_else(home, tmp_path, run_cli):
     link = len(str(elsewhere / "c.bits"))
     assert out.splitlines() == [
         f"Removed bit sets: 3 files, {2_000_010 + link} bytes",
-        "Removed compiled code: 3 files, 30 bytes",
-        f"Removed 6 files, {2_000_040 + link} bytes, from {home}",
+        "Removed compiled code: 5 files, 50 bytes",
+        f"Removed 8 files, {2_000_060 + link} bytes, from {home}",
     ]
     assert [path for path in ours if path.exists()] == []
     assert [path for path in others if not path.exists()] == []
@@ -398,14 +399,14 @@ def test_the_command_warns_in_one_line(tmp_path):
 
 def test_all_compiled_functions_go_through_the_cache():
     rooms = ("_eldr_sim", "cli", "kernel_profiles", "policies", "simulator", "traces", "validation")
-    direct = re.compile(r"from numba import .*\bn?jit\b|numba\.n?jit")
+    direct = re.compile(r"from numba import .*\bn?jit\b|numba\.n?jit\(")
     found = [
         str(path.relative_to(ROOT))
         for room in rooms
         for path in (ROOT / room).rglob("*.py")
         if direct.search(path.read_text())
     ]
-    assert found == [str(Path("_eldr_sim", "jit.py"))]
+    assert found == [str(Path("_eldr_sim", "compiler.py"))]
 
 
 def compiled_functions(path):
@@ -415,7 +416,7 @@ def compiled_functions(path):
         node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and any(re.match(r"(njit|compiled)\b", ast.unparse(d)) for d in node.decorator_list)
+        and any(re.match(r"(njit|compiled|Entry)\b", ast.unparse(d)) for d in node.decorator_list)
     }
     origin = {
         alias.asname or alias.name: node.module.removeprefix("eldr_sim.")

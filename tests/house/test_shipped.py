@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from eldr_sim import shipped
+from eldr_sim import jit, shipped
 
 AVX2 = dict.fromkeys(("avx2", "bmi2", "f16c", "fma", "lzcnt", "movbe"), True)
 ICE_LAKE = AVX2 | dict.fromkeys(
@@ -64,7 +64,7 @@ def test_the_best_level_that_is_brought_and_runs(package, monkeypatch, features,
 
 def test_another_numba_does_not_take_it(package, monkeypatch):
     bring(BEST)
-    monkeypatch.setattr(shipped.numba, "__version__", "0.99.0")
+    monkeypatch.setattr(shipped, "version", lambda package: "0.99.0")
     assert shipped.level() is None
 
 
@@ -72,6 +72,18 @@ def test_who_names_a_processor_compiles_for_it(package, monkeypatch):
     bring(BEST)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert shipped.level() is None
+
+
+def test_code_made_for_a_level_is_what_a_process_of_that_level_looks_for(package, monkeypatch):
+    bring(SECOND)
+    taken = jit._machine.__wrapped__()
+    assert SECOND in taken
+    monkeypatch.setenv("NUMBA_CPU_NAME", SECOND)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", shipped.LEVELS[SECOND])
+    shipped.level.cache_clear()
+    assert jit._machine.__wrapped__() == taken
+    monkeypatch.setenv("NUMBA_CPU_NAME", BEST)
+    assert jit._machine.__wrapped__() != taken
 
 
 def test_unpacked_once_and_whole(package):
@@ -104,7 +116,7 @@ def test_a_process_compiles_for_the_level_that_it_takes(tmp_path):
         "from eldr_sim import shipped\n"
         f"shipped.level = lambda: {SECOND!r}\n"
         "shipped.unpack = lambda *_: None\n"
-        "import eldr_sim.simulator.plane.events\n"
+        "import eldr_sim.compiler\n"
         "from numba.core.registry import cpu_target\n"
         "print(cpu_target.target_context.codegen().magic_tuple()[1:])"
     )

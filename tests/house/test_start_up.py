@@ -68,7 +68,7 @@ def test_a_trace_is_written_without_pandas(tmp_path):
 
 def test_the_compiler_imports_blas_for_who_needs_it():
     code = (
-        "import eldr_sim.simulator.run, sys, numba, numpy as np\n"
+        "import eldr_sim.compiler, sys, numba, numpy as np\n"
         "numba.njit(lambda a: a.sum() + a[0])(np.ones(3))\n"
         "assert 'scipy.linalg' not in sys.modules\n"
         "product = numba.njit(lambda a, b: np.dot(a, b))\n"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.jit import njit
+from eldr_sim.jit import Entry
 from eldr_sim.kernel_profiles.steps.step_cost import attention_s, launch_wait_s
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
@@ -32,7 +32,7 @@ from eldr_sim.simulator.plane.steps.group_step import shared_layers
 ATTENTION, DISPATCH, FFN, COMBINE = range(4)
 
 
-@njit(_nrt=False)
+@Entry
 def execute(world: Any, leader: int) -> float:
     """Return when the step of the group of ``leader`` ends that starts now, s: see `executor`."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch

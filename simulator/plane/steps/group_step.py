@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.jit import njit
+from eldr_sim.jit import Entry, njit
 from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     busiest,
     busiest_all,
@@ -48,7 +48,7 @@ from eldr_sim.simulator.plane.steps.verify import Drafts, attended
 _NONE = np.int64(0)
 
 
-@njit(_nrt=False)
+@Entry
 def execute(world: Any, leader: int) -> float:
     """Return when the step of ``leader``'s group ends, s (`executor`); below 0: it failed."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch

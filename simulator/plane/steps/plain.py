@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.jit import njit
+from eldr_sim.jit import Entry
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
@@ -13,7 +13,7 @@ from eldr_sim.simulator.plane.steps.executor import list_chunks, list_rows
 from eldr_sim.simulator.plane.steps.verify import attended, draft_s, last_layer
 
 
-@njit(_nrt=False)
+@Entry
 def execute(world: Any, w: int) -> float:
     """Return when the step of worker ``w`` ends that starts now, s: see `executor`."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.arrays import Floats
-from eldr_sim.jit import njit
+from eldr_sim.jit import Entry
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, launch_wait_s, step_parts
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, streamed_ends
 from eldr_sim.simulator.plane.compiled import compiled
@@ -51,7 +51,7 @@ def no_prompt_layers() -> PromptLayers:
     )  # fmt: skip
 
 
-@njit(_nrt=False)
+@Entry
 def execute(world: Any, leader: int) -> float:
     """Return when the next step of ``leader``, or those that gather with it, may begin, s."""
     run, engines, layers, scratch = world.run, world.run.engines, world.layers, world.run.scratch
