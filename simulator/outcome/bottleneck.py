@@ -189,15 +189,18 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         return _waits("decode", record.decode_steps, decoders[0], start, record.end_s)
 
     lengths = measured["prompt_len"]
-    link_holds = False
+    link_shared = link_holds = False
     if transfers is not None and len(measured):
         tokens = float(np.mean(lengths))
         held = use.get("decode_kv", 0.0) * decoders[0].n_blocks * spec.block_size
         took_ms = mean_ms.get("KV transfer", 0.0)
-        if took_ms > mean_ms.get("prefill", 0.0) and transfers * tokens > held:
-            link_holds = took_ms > 2e3 * _alone_s(spec, decoders[0], tokens)
+        link_shared = took_ms > 2e3 * _alone_s(spec, decoders[0], tokens)
+        longer = took_ms > mean_ms.get("prefill", 0.0)
+        link_holds = link_shared and longer and transfers * tokens > held
     ways = _tokenizing_ms(spent, lengths), 1e3 * spec.handover_s, spec.reserves_early, link_holds
     name, why, phase = _bottleneck(mean_ms, use, transfers or 0.0, batch, waits, lengths, *ways)
+    if link_shared and phase == "prefill queue" and name != "link":
+        why += f"; then {transfers:.1f} transfers share a decode worker's link, and more would wait"
     limits: dict[str, Any] = {"bottleneck": name, "because": why, "waits_in": phase}
     limits |= {"mean_phase_ms": mean_ms, "utilisation": use}
     return limits if transfers is None else limits | {"kv_transfers_per_worker": transfers}
