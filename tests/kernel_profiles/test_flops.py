@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, mfu, prefill_flops, prefill_work
+from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of, prefill_attention
 from eldr_sim.kernel_profiles.models import load_model
 
 QWEN = load_model("Qwen3-235B-A22B")  # 94 layers of 4,096: 64 query and 4 KV heads of 128
@@ -72,3 +73,16 @@ def test_mfu_by_hand():
     assert load_gpu("H100").peak_flops(fp8=False) == 989e12
     assert load_gpu("A100").peak_flops(fp8=True) == 312e12
     assert mfu(flops=3e15, seconds=2.0, peak_flops=5e15) == 0.3
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "A100-80GB", "B200", "MI300X"])
+@pytest.mark.parametrize(("model", "window"), [("Qwen3-235B-A22B", 0), ("GPT-OSS-20B", 128)])
+def test_a_roofline_prompt_takes_its_flops_at_the_efficiency_of_its_gpu(name, model, window):
+    """Pairs under the mask counted one by one, 4 FLOPs of each head's width a pair."""
+    gpu, dims = load_gpu(name), load_model(model)
+    attention = prefill_attention(gpu, dims, bool(window), 300)
+    pairs = sum(min(at, window or at) for at in range(1, 301))
+    heads, _, width = dims.heads(bool(window))
+    flops = attention.share_s[300] * efficiency_of(gpu).attention_flops * gpu.bf16_flops
+    assert flops == pytest.approx(pairs * 4.0 * heads * width)
+    assert attention.alone_s[300] == attention.floor_s + attention.share_s[300]

@@ -98,6 +98,25 @@ def test_stop_logprobs_and_tools():
     assert adapted["model"] == "mine"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_say_where_each_token_stands(stream):
+    """Offsets of a stream's pieces go on where the one before ended."""
+    body = {"prompt": "hi", "max_tokens": 5, "ignore_eos": True, "logprobs": 1, "stream": stream}
+
+    async def talk(session, _url):
+        answer = await session.post(TEXT, json=body)
+        return await events(answer) if stream else [await answer.json()]
+
+    text, tokens, offsets = "", [], []
+    for piece in against(Service(CONFIG, speed=SPEED), talk):
+        choice = piece["choices"][0]
+        said = choice["logprobs"] or {"tokens": [], "text_offset": []}
+        text, tokens = text + choice["text"], tokens + said["tokens"]
+        offsets += said["text_offset"]
+    assert ("".join(tokens), len(tokens)) == (text, 5)
+    assert offsets == [len("".join(tokens[:at])) for at in range(5)]
+
+
 REFUSED = (
     {"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"logprobs": 99}, {"logprobs": "x"},
     {"n": -1},
