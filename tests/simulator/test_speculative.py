@@ -364,6 +364,8 @@ def test_runs_that_cannot_draft(fields, message):
         ({"speculative_algorithm": "EAGLE"}, ("mtp", 3, 3, 1)),
         ({"decoding_type": "MTP", "num_nextn_predict_layers": 3}, ("mtp", 3, 3, 1)),
         ({"decoding_type": "Eagle", "max_draft_len": 4}, ("eagle3", 4, 4, 1)),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, ("mtp", 1, 1, 1)),
+        ({"method": "qwen3_next_mtp", "num_speculative_tokens": 2}, ("mtp", 2, 2, 1)),
     ],
 )  # fmt: skip
 def test_other_engines_spellings(theirs, ours):

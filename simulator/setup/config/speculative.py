@@ -161,8 +161,8 @@ def _spelled(given: dict[str, Any]) -> dict[str, Any]:
     """Return fields in vLLM's names where SGLang's options or TensorRT-LLM's fields stand."""
     fields = {name.replace("-", "_").removeprefix("speculative_"): v for name, v in given.items()}
     kind = "algorithm" if "algorithm" in fields else "decoding_type"
-    if (word := fields.pop(kind, None)) is None:
-        return given
+    if (word := fields.pop(kind, None)) is None:  # vLLM's names of a model's own layer, too
+        return given | {"method": "mtp"} if str(given.get("method")).endswith("_mtp") else given
     model = next((fields.pop(n) for n in _MODELS if n in fields), None)
     method = _METHODS.get(str(word).lower())
     if kind == "algorithm" and str(word).lower() == "eagle":
