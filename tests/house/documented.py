@@ -93,7 +93,7 @@ SHORT = {
     "plan --model GPT-OSS-120B": f"{_SHORT_PLAN} --gpu h200 --price h200=3.5",
     "plan --workload log.csv": "",
     "plan --model DeepSeek-R1": f"{_SHORT_PLAN} --request-rate 20 --max-gpus 24 -dp 8,16",
-    "plan --request-rate 100": f"{_SHORT_PLAN} --request-rate 5 --attainment 0.9 "
+    "plan --request-rate 40": f"{_SHORT_PLAN} --request-rate 5 --attainment 0.9 "
     "--max-gpus 32 -dp 8 --ffn-ranks 0,8",
     "plan --gpus 10 --knobs": f"{_SHORT_PLAN} --gpus 3",
     "plan --slo ttft:500,tpot:25": f"{_SHORT_PLAN} --gpu h100",
