@@ -35,8 +35,8 @@ FIT_ERROR: dict[str, float] = {
 1 of GEMMs and 94 of attention."""
 
 MLA_TILE = 64
-"""Heads of a tile of FlashMLA on Hopper, whose tensor cores multiply 64 rows: 16 heads of eight
-GPUs take what 64 do, which H20's few FLOP/s cannot hide (arXiv 2506.01969; vLLM 0.12's
+"""Heads of a tile of FlashMLA on Hopper. Its tensor cores multiply 64 rows: the 16 heads of one of
+eight GPUs take as long as 64, which shows on H20 with its few FLOP/s (arXiv 2506.01969; vLLM 0.12's
 ``flashmla_sparse.py`` pads queries so)."""
 
 #: Links this many times slower than the sibling's are of another kind: PCIe beside NVLink.

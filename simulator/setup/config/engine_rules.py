@@ -209,8 +209,8 @@ def activation_bytes(engine: Engine, version: str | None) -> int:
 
 
 def chat_template_s(engine: Engine, version: str | None, model: ModelDims) -> float:
-    """Return the time that an API server compiles the chat template of a request, s; of GPT-OSS
-    none, whose messages need no template (``use_harmony`` of ``serving_chat.py``)."""
+    """Return how long an API server compiles the chat template of a request, s. Messages of GPT-OSS
+    need no template (vLLM's ``use_harmony``, ``serving_chat.py``): 0."""
     compiles = engine == "vllm" and not before(version, 0, 11) and before(version, 0, 11, 1)
     return CHAT_TEMPLATE_S if compiles and not model.name.lower().startswith("gpt-oss") else 0.0
 
