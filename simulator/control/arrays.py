@@ -162,6 +162,8 @@ def make_run(
                 n_workers if caching else 0,
                 int(reporting),
                 tiers,
+                spec.windows.groups,
+                spec.windows.window,
             ),
             pending=np.zeros((most_pending, 2), np.int64),
             sessions=sessions,
@@ -218,6 +220,10 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
         _fill(pools[number : number + 1], engine)
         _fill(pools[number : number + 1], engine.rules)
     pools["group_size"] = [engine.group_size for engine in engines]
+    in_flight = pools["max_num_batched_tokens"] * (1 + spec.scheduler.async_scheduling)
+    pools["window_cap"] = [
+        spec.windows.cap(spec.block_size, tokens, spec.max_model_len) for tokens in in_flight
+    ]
     whole = np.array([e.layout is not None and e.layout.whole_prompts for e in engines])
     pools["prefix_caching"] = spec.enable_prefix_caching & ~whole
     pools["whole_prompts"] |= whole

@@ -43,8 +43,9 @@ def grow(cluster: CompiledCluster) -> None:
             goes_on=with_more(tiers.goes_on, new - old),
         )
     kv = kv._replace(
-        tiers=tiers, listed=listed, first_listed=fresh.first_listed,
-        prefix_hash=workload.prefix_hash, prefix_indptr=workload.prefix_indptr,
+        tiers=tiers, windows=with_more(kv.windows, (new - old) * (kv.groups > 0)),
+        listed=listed, first_listed=fresh.first_listed, prefix_hash=workload.prefix_hash,
+        prefix_indptr=workload.prefix_indptr,
     )  # fmt: skip
     if cluster.policy_calls.reports is not None:
         cluster.policy_calls.reports.kv = kv

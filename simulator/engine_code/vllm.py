@@ -56,6 +56,7 @@ class VllmBlocks:
     """The KV blocks of an engine, as routers and clusters see them."""
 
     caching: bool
+    groups = 0  #: of sliding layers, which move by themselves
 
     def __init__(self, scheduler: VllmScheduler, size: int, caching: bool) -> None:
         self._scheduler, self.size, self.caching = scheduler, size, caching

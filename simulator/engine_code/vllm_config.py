@@ -97,7 +97,10 @@ def make_scheduler(config: Any, spec: ClusterSpec, pool: PoolSpec, window: int) 
         specs.append(v.kv.SlidingWindowSpec(**about, sliding_window=window))
     groups = [v.kv.KVCacheGroupSpec([f"layer{i}"], each) for i, each in enumerate(specs)]
     kv = v.kv.KVCacheConfig(
-        num_blocks=pool.engine.n_blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups
+        num_blocks=pool.engine.n_blocks + 1,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
     )
     kind = v.AsyncScheduler if spec.scheduler.async_scheduling else v.Scheduler
     return kind(

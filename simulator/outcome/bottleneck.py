@@ -159,7 +159,9 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     batch, transfers = 0.0, None
     there = _there(record, spec, start, end)
     decodes = np.array([pool.decodes for pool in spec.pools])
-    windows = spec.block_size * float(np.mean(requests["window_blocks"])) if len(requests) else 0.0
+    contexts = requests["prompt_len"] + requests["output_len"].astype(np.int64)
+    beside = spec.windows.reached(contexts, spec.block_size) + spec.windows.state
+    windows = spec.block_size * float(np.mean(beside)) if len(requests) else 0.0
     for role, steps, seconds in (
         ("prefill", record.prefill_steps, there * ~decodes),
         ("decode", record.decode_steps, there * decodes),

@@ -115,7 +115,9 @@ def _refusal(engines: Engines, request: int) -> Any:
         needed = record.prompt_len
         if pool.then < 0:
             needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
-        if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
+        blocks = blocks_of(needed, settings.block_size) + record.window_blocks
+        blocks += engines.kv.groups * min(blocks, pool.window_cap)
+        if blocks > pool.n_blocks:
             reason = state.NO_KV_ROOM
     return reason
 
@@ -188,6 +190,8 @@ def detach(
     for side in range(2):
         table = engines.tables[request, side]
         table.found = table.listed = table.private = table.full = 0
+        if engines.kv.groups > 0:
+            engines.kv.windows[request, side].begin = 0
 
 
 @compiled()

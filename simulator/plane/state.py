@@ -115,6 +115,20 @@ BLOCK_TABLE = np.dtype(
     ]
 )
 
+#: The blocks of a request on one worker in each group of sliding layers: as many as those of the
+#: layers with full attention, but from ``begin`` on alone.
+WINDOW = np.dtype(
+    [
+        ("begin", np.int32),  # the first block that its windows still reach
+        ("everywhere", np.bool_),  # any full block can be found, else the last ``reach`` before
+        ("reach", np.int32),
+        ("last", np.int32),  # where the same prompt goes on,
+        ("longer", np.int32),  # or a longer one does,
+        ("junction", np.int32),  # or others have parted from it
+    ],
+    align=True,
+)
+
 #: A full KV block that can be found by its hash; or a run of free blocks, full of tokens of one
 #: request that no other shares: runs of a request have one hash.
 BLOCK = np.dtype(
@@ -165,6 +179,7 @@ POOL = np.dtype(
         ("max_num_seqs", np.int64),
         ("max_num_batched_tokens", np.int64),
         ("n_blocks", np.int64),
+        ("window_cap", np.int64),  # most blocks of a request in a group of sliding layers
         ("prefix_caching", np.bool_),
         ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
         ("preempt_by_key", np.bool_),  # else the sequence that joined last
@@ -186,6 +201,7 @@ POOL = np.dtype(
         ("fewest_first", np.bool_),
         ("token_with_kv", np.bool_),
         ("drops_block", np.bool_),
+        ("keeps_ends", np.bool_),
         ("cuts_alone", np.bool_),
         ("rides_on", np.bool_),
         ("frees_late", np.bool_),
@@ -303,7 +319,8 @@ SEQUENCE = np.dtype(
         ("tokens", np.int64),  # from there on that the next step computes when it decodes: one,
         ("drafts", np.int32),  # and the drafts that it verifies, or placeholders, not counted here
         ("ticket", np.int32),  # its place among those that the engine has admitted
-        ("got", np.int64),  # output tokens of its last step
+        ("got", np.int64),  # output tokens of its last step,
+        ("flying", np.int64),  # and KV that it computed, where the next is planned before its end
         ("rejected", np.int64),  # drafts of it, where the next one is planned before that is known
         ("decodes", np.bool_),  # a step has decoded a token of it
         ("room", np.int64),  # tokens up to the longest context

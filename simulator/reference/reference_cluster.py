@@ -246,7 +246,11 @@ class ReferenceCluster:
                 if pool.decodes and engine.speculation is not None:
                     needed += engine.speculation.k + engine.speculation.lookahead
                 needed = min(needed, spec.max_model_len)
-            if needed > (engine.n_blocks - request.window_blocks) * spec.block_size:
+            blocks, in_flight = -(-needed // spec.block_size), engine.max_num_batched_tokens
+            in_flight *= 1 + spec.scheduler.async_scheduling
+            cap = spec.windows.cap(spec.block_size, in_flight, spec.max_model_len)
+            beside = request.window_blocks + spec.windows.groups * min(blocks, cap)
+            if blocks + beside > engine.n_blocks:
                 reason = "exceeds_kv_cache"
         return reason
 

@@ -56,7 +56,11 @@ class Request:
     ticket: int = -1  #: and its place among those that came there
     fetched: int = -1  #: its place among the KV caches that are fetched
     tables: dict[Any, list[Any]] = field(default_factory=dict)  #: engine -> its KV blocks there
-    windows: dict[Any, list[Any]] = field(default_factory=dict)  #: engine -> those of windows
+    #: engine -> those of each group of sliding layers, None where no window reaches them any more,
+    #: and of states.
+    windows: dict[Any, list[list[Any]]] = field(default_factory=dict)
+    #: engine -> where windows end that can be found, in blocks; None: anywhere
+    ends: dict[Any, tuple[int, ...] | None] = field(default_factory=dict)
     found: dict[Any, int] = field(default_factory=dict)  #: engine -> blocks found in its cache
     on_the_way: simpy.Event | None = None  #: the hand-over or the transfer that is to begin
     reports: dict[int, simpy.Event] = field(default_factory=dict)  #: that routers are to hear
@@ -86,7 +90,8 @@ class Sequence:
     tokens: int = 1  #: that a decode step computes for it, drafts and placeholders among them
     chunk: int = 0  #: tokens of its context that the next step computes
     drafts: int = 0  #: that the next step verifies
-    got: int = 0  #: output tokens of its last step
+    got: int = 0  #: output tokens of its last step,
+    flying: int = 0  #: and tokens that it computed: KV that the engine does not count on yet
     rejected: int = 0  #: drafts of its last step, which the next one is planned without knowing
     decodes: bool = False  #: a step has decoded a token of it
 

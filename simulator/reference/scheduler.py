@@ -46,6 +46,8 @@ class Scheduler:
             self.engine.n_blocks, self.spec.block_size, self.spec.max_model_len,
             caching=worker.cluster.caching and not whole, lookahead=self.lookahead,
             drops_block=self.rules.drops_block and hands_over and heads,
+            windows=self.spec.windows, keeps_ends=self.rules.keeps_ends,
+            in_flight=self.engine.max_num_batched_tokens * (1 + self.config.async_scheduling),
         )  # fmt: skip
         self.allocates_chunks = self.rules.allocates_chunks and not whole
         self.threshold = 0 if whole else self.config.long_prefill_token_threshold or 0
@@ -160,6 +162,8 @@ class Scheduler:
             done = [s for s in self.prefilling if s.prompt_done]
             self.prefilling = [s for s in self.prefilling if not s.prompt_done]
             self.requests.difference_update(s.request for s in done)
+            for sequence in done if self.worker.pool.then >= 0 else ():
+                self.kv.slide(sequence.request, sequence.cached)
             if self.frees_late and self.worker.exit_s <= self.worker.env.now:
                 self.ended += done
             return done
@@ -194,7 +198,7 @@ class Scheduler:
             self.free_ended()  # nothing is computed: it plans again at once, with what it knows now
             self.queue_late()
             for sequence in self.running:
-                sequence.got = sequence.rejected = 0
+                sequence.got = sequence.rejected = sequence.flying = 0
         if not self.closed:
             self.admit(defers_prompts)
         if defers_prompts and self.has_step():
@@ -219,6 +223,8 @@ class Scheduler:
                     break
                 sequence.tokens = int(min(sequence.tokens, left))
                 sequence.drafts = min(sequence.drafts, sequence.tokens - 1)
+            if not prompt or any(self.next_chunk(sequence, longest)):
+                self.kv.slide(sequence.request, sequence.cached - sequence.flying)
             while self.lacking(sequence, longest) > len(self.kv.pool.free):
                 preempts, victim = True, self.victim()
                 self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
@@ -353,6 +359,7 @@ class Scheduler:
         context = request.tokens - 1
         sequence = self.sequence(request, context, context)
         ahead = self.lookahead or sequence.tokens > 1
+        self.kv.slide(request, context)
         if ahead and self.running and not self.fits(self.kv.needed(sequence)):
             return False  # there is no room for its drafts
         request.decode_start_s = self.worker.env.now
@@ -441,7 +448,7 @@ class Scheduler:
             sequence.chunk += chunk
             if self.allocates_chunks:
                 computed = sequence.cached + sequence.chunk
-                self.kv.grow(sequence, self.kv.needed_for(sequence, computed))
+                self.kv.grow(sequence.request, self.kv.lacking(sequence, computed))
             self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
         if decodes:
             self.prefilling.remove(sequence)
@@ -486,14 +493,14 @@ class Scheduler:
             return 0
         chunk, decodes = self.next_chunk(sequence, most)
         end = sequence.cached + sequence.chunk + chunk + decodes * sequence.tokens
-        return self.kv.needed_for(sequence, end)
+        return self.kv.lacking(sequence, end)
 
     def take_slots(self, sequence: Sequence) -> None:
         """Take the blocks of a sequence's next step, if they are free, before others look up theirs
         in the prefix cache."""
         n = self.kv.needed(sequence)
         if n <= len(self.kv.pool.free):
-            self.kv.grow(sequence, n)
+            self.kv.grow(sequence.request, n)
 
     def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:
         """Take the blocks of a context, or of its first chunk, beside those that running sequences
@@ -503,6 +510,7 @@ class Scheduler:
         return self.kv.allocate(
             request, tokens, 0 if fetches else 2 * self.lookahead, reserved,
             chunk if self.allocates_chunks and not fetches else None, self.padding(tokens - 1),
+            fetches,
         )  # fmt: skip
 
     # --- a step begins ---
@@ -512,5 +520,5 @@ class Scheduler:
         that compute a chunk of a context. Those that ride along stand first and have no blocks."""
         self._last = self._admitted
         for sequence in self.decoding:
-            self.kv.grow(sequence, self.kv.needed(sequence))
+            self.kv.grow(sequence.request, self.kv.needed(sequence))
         return self.riding + self.decoding, [s for s in self.running if s.chunk]

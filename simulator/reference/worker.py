@@ -207,6 +207,8 @@ class Worker:
         tokens = sum(s.tokens for s in batch)
         batch, scheduler.riding = batch[len(scheduler.riding) :], []
         joined, scheduler.joined = scheduler.joined, []
+        for sequence in scheduler.running:
+            sequence.flying = sequence.chunk * scheduler.frees_late
         for sequence in batch:
             sequence.got, sequence.decodes = 1, True
             if self.speculation is not None:
@@ -228,6 +230,7 @@ class Worker:
         for sequence in batch:
             request = sequence.request
             sequence.cached = sequence.context = sequence.context + sequence.got
+            sequence.flying += sequence.got * scheduler.frees_late
             request.generated += sequence.got
             request.token_s += [end] * sequence.got
             if self.speculation is not None:
@@ -242,6 +245,7 @@ class Worker:
         self.step_end = end
         ended = any(s.request.generated == s.request.output_len for s in batch)
         looks = scheduler.closed or scheduler.blocked or self.group.gathers_prompts
+        looks = looks or scheduler.kv.groups > 0  # windows move with each step
         if self.speculation is not None:  # a step of fewer drafts may have room
             queued = scheduler.waiting or scheduler.kv_ready or scheduler.preempted
             looks = looks or bool(queued or scheduler.prefilling)

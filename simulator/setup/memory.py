@@ -51,11 +51,24 @@ class WindowBlocks(NamedTuple):
     share: float = 0.0  #: bytes of a block in the sliding layers over those in the others
     most: int = 0  #: blocks that a window reaches into
     state: int = 0  #: and blocks that the states of linear attention take, however long it is
+    #: Groups of sliding layers that take and free blocks one by one as windows move, of ``window``
+    #: tokens; 0: a request takes the blocks of its windows at once, and keeps them.
+    groups: int = 0
+    window: int = 0
 
     def of(self, tokens: Ints, block_size: int) -> Ints:
-        """Return the blocks of requests that grow to these lengths."""
+        """Return the blocks that requests that grow to these lengths take at once."""
+        return self.reached(tokens, block_size) * (self.groups == 0) + self.state
+
+    def reached(self, tokens: Ints, block_size: int) -> Ints:
+        """Return the blocks that the windows of requests of these lengths reach into."""
         reached = np.minimum(-(-tokens // block_size), self.most)
-        return np.ceil(self.share * reached).astype(np.int64) + self.state
+        return np.ceil((self.groups or self.share) * reached).astype(np.int64)
+
+    def cap(self, block_size: int, in_flight: int, max_model_len: int) -> int:
+        """Return the most blocks of a request in a group, ``in_flight`` tokens of which are
+        scheduled (``SlidingWindowSpec.max_admission_blocks_per_request``)."""
+        return -(-min(self.window - 1 + in_flight, max_model_len) // block_size) + 1
 
 
 #: Of models without such layers, and of engines that keep whole contexts in them.
@@ -68,7 +81,9 @@ def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
     if not model.n_sliding_layers or not full:
         return NO_WINDOWS
     sliding = model.cached_bytes_per_token(True)
-    return WindowBlocks(sliding / full, -(-(model.sliding_window - 1) // block_size) + 1)
+    most = -(-(model.sliding_window - 1) // block_size) + 1
+    groups = math.ceil(sliding / full) if sliding >= full else 0
+    return WindowBlocks(sliding / full, most, groups=groups, window=model.sliding_window)
 
 
 def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances: int) -> None:
@@ -183,7 +198,10 @@ def windows_of(
             (pool.engine or settings.engine) != "vllm" or before(pool.engine_version, 0, 22)
             for pool in pools
         )
-    return NO_WINDOWS if whole else window_blocks(model, settings.block_size)
+    windows = NO_WINDOWS if whole else window_blocks(model, settings.block_size)
+    if any((pool.engine or settings.engine) != "vllm" for pool in pools) or model.n_linear_layers:
+        return windows._replace(groups=0)
+    return windows
 
 
 def pool_blocks(

@@ -134,7 +134,10 @@ def prepare(
         if isinstance(output_len, int) and not config.requests.random_range_ratio
         else None,
         scheduler=config.engine.model_copy(update=settled),
-        windows=windows._replace(state=_state_blocks(config, model, pools)),
+        windows=windows._replace(
+            state=_state_blocks(config, model, pools),
+            groups=0 if tiers_of(config.kv) else windows.groups,
+        ),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
         front_end=_front_end(config, model),
         tiers=tiers_of(config.kv),

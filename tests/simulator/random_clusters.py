@@ -227,7 +227,7 @@ RANDOM_CLUSTER = {
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
     "aging": st.sampled_from([None, None, 0, 3, 30, 300]),
-    "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3, 1)]),
+    "windows": st.sampled_from([None, None, WindowBlocks(2.5, 3, 1), (1, 5), (2, 9), (3, 2)]),
     "front_end": st.sampled_from([None, None, *get_args(Mode)]),
     "drafts": st.sampled_from([0, 0, 1, 2, 3, 5]),
     "threshold": st.sampled_from([None, None, 1, 4, 9]),
@@ -300,8 +300,14 @@ def random_cluster(
     )  # fmt: skip
     block_size, seqs = some(1, 2, 3, 4, 8), some(1, 2, 3, 4, 5, 6, 7)
     need = int((workload.prompt_len + workload.output_len).max())
+    if isinstance(windows, tuple) and len(windows) == 2:
+        groups, window = windows
+        most = -(-(window - 1) // block_size) + 1
+        windows = WindowBlocks(groups, most, groups=groups, window=window)
     windows = windows or WindowBlocks()
     beside = int(windows.of(np.array([need]), block_size)[0])
+    if windows.groups:
+        beside += windows.groups * some(windows.most, -(-need // block_size))
     n_blocks = beside - (-need // block_size) + some(-1, 0, 0, 0, 1, 2, 3, 30)
     engines = []
     for budget in (some(1, 2, 3, 5, 8, 13, 30, 60), some(2, 7, 30)):

@@ -20,6 +20,7 @@ from eldr_sim.simulator.plane.state import COMPLETED, OPEN
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate, simulate_summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.simulation import Simulation
 
 NAMES = [name for name, _ in PHASES.values()]
@@ -213,15 +214,15 @@ def test_the_first_to_live_long_say_when_a_cluster_is_full():
 def test_utilisation_by_hand():
     """A window from 10 to 20 s of a run of 30: what lies outside does not count."""
     times = ("arrival_s", "transfer_start_s", "transfer_end_s", "finish_s")
-    request = [("measured", bool), ("outcome", int), ("window_blocks", int), ("prompt_len", int)]
+    request = [("measured", bool), ("outcome", int), ("output_len", int), ("prompt_len", int)]
     request += [(name, float) for name in times]
     step = [("start", float), ("end", float), ("sequences", int), ("context", int)]
     step += [(name, int) for name in ("worker", "waiting", "stopped", "chunks")]
     record = SimpleNamespace(
         # One transfer began before the window, one has not ended, one has not begun.
-        requests=np.array([(True, COMPLETED, 3, 9, 0.0, 5.0, 15.0, 16.0),
-                           (True, OPEN, 3, 9, 0.0, 18.0, -1.0, -1.0),
-                           (True, OPEN, 3, 9, 0.0, -1.0, -1.0, -1.0)], request),
+        requests=np.array([(True, COMPLETED, 90, 9, 0.0, 5.0, 15.0, 16.0),
+                           (True, OPEN, 90, 9, 0.0, 18.0, -1.0, -1.0),
+                           (True, OPEN, 90, 9, 0.0, -1.0, -1.0, -1.0)], request),
         window=(10.0, 20.0), end_s=30.0, states=None, load_start_s=np.full(3, -1.0),
         prefill_steps=np.array([], step),
         decode_steps=np.array([(8.0, 12.0, 2, 100, 0, 0, 0, 0)], step),
@@ -232,6 +233,7 @@ def test_utilisation_by_hand():
         pools=pools,
         n_decode=1,
         of_decoders=lambda of: np.array([of(engine)]),
+        windows=WindowBlocks(1.0, 3),
         block_size=16,
         front_end=None,
         handover_s=0.0,

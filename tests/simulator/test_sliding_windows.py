@@ -23,7 +23,7 @@ def test_blocks_hold_what_the_layers_keep(name, tokens):
     model = load_model(name)
     windows = window_blocks(model, SIZE)
     block = SIZE * model.n_full_layers * model.kv_bytes_per_token_layer(False)
-    taken = (-(-tokens // SIZE) + int(windows.of(np.array([tokens]), SIZE)[0])) * block
+    taken = (-(-tokens // SIZE) + int(windows.reached(np.array([tokens]), SIZE)[0])) * block
     least = model.kv_bytes(tokens)
     a_block_more = SIZE * model.n_full_layers * model.kv_bytes_per_token_layer(False)
     a_block_more += 2 * SIZE * model.n_sliding_layers * model.kv_bytes_per_token_layer(True)

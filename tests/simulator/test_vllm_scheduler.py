@@ -1,7 +1,7 @@
 """Our engine against vLLM's own scheduler, step by step, on random loads.
 
 `vllm_scheduler.py` runs the scheduler and KV manager of vLLM 0.32 on a virtual clock. What it did
-with 74 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
+with 92 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
 (docs/capture.md, "vLLM on a CPU"), lets it do these again, and ``VLLM_LOADS`` more (2,000).
 ``vllm_steps_old.json`` holds loads of older versions with rules that have changed since;
 ``VLLM_PYTHONS`` (``0.30=PYTHON 0.24=PYTHON``) has these, and compares any other version.
@@ -104,16 +104,41 @@ FEATURES = {
     "KV connector, priorities, preemption": {
         "remote": True, "priority": True, "tight": True, "shared": True,
     },
+    "sliding windows, prefix caching": {"windows": [8, 8], "shared": True},
+    "sliding windows, preemption without prefix caching": {
+        "windows": [8, 8], "tight": True, "prefix_caching": False,
+    },
+    "sliding windows, asynchronous, preemption": {
+        "windows": [8], "async": True, "tight": True, "shared": True,
+    },
+    "sliding windows, speculative decoding, asynchronous, preemption": {
+        "windows": [12, 12, 12], "drafts": True, "async": True, "tight": True, "shared": True,
+    },
+    "sliding windows, threshold, priorities, preemption": {
+        "windows": [9], "threshold": True, "priority": True, "tight": True, "shared": True,
+    },
+    "sliding windows, preemption": {"windows": [7, 7], "tight": True, "shared": True},
+    "sliding windows, KV connector, preemption": {
+        "windows": [8, 8], "remote": True, "tight": True, "shared": True,
+    },
+    "sliding windows kept everywhere, preemption": {
+        "windows": [8, 8], "tight": True, "shared": True, "dense": True,
+    },
+    "sliding windows kept everywhere, asynchronous, preemption": {
+        "windows": [8, 8], "async": True, "tight": True, "shared": True, "dense": True,
+    },
 }  # fmt: skip
-_N_RECORDED = 74
+_N_RECORDED = 92
 #: Features with rules that a version does not share with the newest: of 0.30 the threshold, which
 #: also cut the prompt of a lone request, of 0.24 placeholder drafts as well, which it did not have.
 OLD = {
-    "0.30": [name for name in FEATURES if "threshold" in name],
+    "0.30": [n for n, about in FEATURES.items() if "threshold" in n and not about.get("windows")],
     "0.24": [
         name
         for name, about in FEATURES.items()
-        if about.get("drafts") and about.get("shared") and not about.get("remote")
+        if about.get("drafts")
+        and about.get("shared")
+        and not (about.get("remote") or about.get("windows"))
     ],
 }
 
@@ -144,10 +169,11 @@ def case(feature, seed):
     blocks = most + int(rng.choice([0, 1, 3, 8])) if traits.get("tight") else 2000
     settings = {"block_size": size, "seats": seats, "budget": budget, "blocks": blocks,
                 "max_model_len": _LONGEST}  # fmt: skip
-    names = ("async", "priority", "prefix_caching", "states", "windows")
+    names = ("async", "priority", "prefix_caching", "states", "windows", "dense")
     settings |= {k: traits[k] for k in names if k in traits}
     settings["blocks"] += traits.get("states", 0)
-    settings["blocks"] += most * len(traits.get("windows", ()))
+    if traits.get("windows"):
+        settings["blocks"] += sum(min(most, held_blocks(settings, w)) for w in traits["windows"])
     if traits.get("remote"):
         settings["remote"] = float(rng.choice([0.0078125, 0.75, 5.0]))
     if traits.get("threshold"):
@@ -158,10 +184,16 @@ def case(feature, seed):
         settings |= {"drafts": k, "lookahead": k, "rates": rates}
         settings["key"] = int(rng.integers(2**63))
         settings["budget"] = max(settings["budget"], seats * (1 + k))
-        settings["blocks"] += 2 * k
+        settings["blocks"] += 2 * k * (1 + len(traits.get("windows", ())))
         if traits.get("threshold"):  # vLLM 0.32 asserts that a padded request is not cut
             settings["threshold"] = max(settings["threshold"], 1 + k)
     return {"settings": settings, "requests": requests, "costs": _COSTS}
+
+
+def held_blocks(settings, window):
+    """Return the most blocks that a request has in a group of sliding layers."""
+    in_flight = settings["budget"] * (1 + bool(settings.get("async")))
+    return -(-(window - 1 + in_flight) // settings["block_size"]) + 1
 
 
 def with_tokens(given):
@@ -191,26 +223,29 @@ def with_paths(workload, requests, size):
 def windows_of(settings):
     """Return what windows and states take: a block for each group."""
     windows, size = settings.get("windows", ()), settings["block_size"]
-    reached = [-(-(window - 1) // size) + 1 for window in windows]
-    return WindowBlocks(len(windows), max(reached, default=0), settings.get("states", 0))
+    if not windows:
+        return WindowBlocks(state=settings.get("states", 0))
+    most = -(-(windows[0] - 1) // size) + 1
+    return WindowBlocks(len(windows), most, groups=len(windows), window=windows[0])
 
 
 @pytest.fixture
 def ours(make_cluster, make_workload):
     """Serve a case; returns the record."""
 
-    def run(given, version=None):
+    def run(given, version=None, backend=None):
         settings, requests = given["settings"], given["requests"]
         seats, size, drafts = settings["seats"], settings["block_size"], settings.get("drafts", 0)
         tokens = max(400, settings["budget"])
         made = by_hand(seqs=seats * (1 + drafts), tokens=tokens)
         dense = _COSTS["step"] + _COSTS["token"] * np.arange(tokens + 1.0)
         cost = made.cost._replace(dense_s=dense, prompt_share_s=np.zeros(tokens + 1))
+        rules = rules_of("vllm", SchedulerConfig(), settings["budget"], 1, version)
         engine = {
             "step_time": SimpleNamespace(cost=cost, n_moe_layers=2, n_experts=70),
             "max_num_seqs": seats, "max_num_batched_tokens": settings["budget"],
             "n_blocks": settings["blocks"],
-            "rules": rules_of("vllm", SchedulerConfig(), settings["budget"], 1, version),
+            "rules": replace(rules, keeps_ends=rules.keeps_ends and not settings.get("dense")),
         }  # fmt: skip
         if drafts:
             config = SpeculativeConfig(method="mtp", num_speculative_tokens=drafts)
@@ -239,7 +274,7 @@ def ours(make_cluster, make_workload):
             threshold=settings.get("threshold"), windows=windows_of(settings),
             enable_prefix_caching=settings.get("prefix_caching", True),
         )  # fmt: skip
-        return cluster.run()
+        return cluster.run() if backend is None else backend(cluster.inputs).run()
 
     return run
 

@@ -76,6 +76,8 @@ def make_scheduler(folder, settings):
         model_config=model, scheduler_config=scheduling, cache_config=cache,
         parallel_config=ParallelConfig(), device_config=DeviceConfig("cpu"),
     )  # fmt: skip
+    if "remote" not in settings:  # vLLM turns it off on a CPU
+        config.scheduler_config.async_scheduling = bool(get("async"))
     if "remote" in settings:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="SimulatedConnector", kv_role="kv_consumer",
@@ -92,6 +94,8 @@ def make_scheduler(folder, settings):
     kv = KVCacheConfig(
         num_blocks=settings["blocks"] + 1, kv_cache_tensors=[], kv_cache_groups=groups
     )
+    if not get("dense") and hasattr(cache, "prefix_cache_retention_interval"):
+        kv.prefix_cache_retention_interval = cache.prefix_cache_retention_interval
     kind = AsyncScheduler if get("async") else Scheduler
     made = kind(
         vllm_config=config, kv_cache_config=kv, log_stats=False, hash_block_size=size,

@@ -10,7 +10,11 @@ experts that its tokens chose, here kept as the request that computed its prompt
 Full blocks that no other request shares (generated tokens, the unshared end of a prompt) have a
 hash, too, by which their request finds them again after a preemption. They are not listed one by
 one: while they are held they are counted, and when they are freed they are one run in the order of
-release, of which the last block is reused first."""
+release, of which the last block is reused first.
+
+Groups of sliding layers (``SlidingWindowManager``) have blocks of their own, with hashes of their
+own. Of these a request has no list: it holds the blocks from `state.WINDOW` ``begin`` on, and what
+it has found or published of them is looked up by its hash."""
 
 from typing import Any, NamedTuple
 
@@ -28,12 +32,14 @@ from eldr_sim.simulator.plane.kv.block_lists import (
     take_out,
 )
 from eldr_sim.simulator.plane.kv.kv_tiers import Tiers, forget_stores, no_tiers, touch, write_back
-from eldr_sim.simulator.plane.state import BLOCK
+from eldr_sim.simulator.plane.state import BLOCK, WINDOW
 from eldr_sim.traces.workload import Workload
 
 #: Runs of free blocks that a worker's cache has records of where prompts share nothing, for
 #: requests that come back after a preemption.
 _MOST_RUNS = 256
+#: Of a block's number in its hash, where the group of sliding layers stands that it is of, from 1.
+_GROUP_BIT = np.int64(24)
 
 
 class KVCache(NamedTuple):
@@ -56,6 +62,10 @@ class KVCache(NamedTuple):
     block_size: int
     prefix_block_tokens: int  #: as in ``Workload``; 0 where no pool caches prefixes
     tiers: Tiers  #: where blocks are kept beside these caches, if anywhere
+    windows: NDArray[np.void]  #: ``WINDOW [requests, 2]``; empty where there are no such groups
+    groups: int  #: of sliding layers
+    window: int  #: tokens that they see
+    reach: int  #: blocks of them that the next token needs
 
 
 def make_kv_cache(
@@ -65,10 +75,13 @@ def make_kv_cache(
     n_workers: int,
     listened: int = 0,
     tiers: Tiers | None = None,
+    groups: int = 0,
+    window: int = 0,
 ) -> KVCache:
     """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
     written. ``n_workers``: 0 where no pool caches prefixes, so that nothing is ever found.
-    ``listened``: the number of workers, from the first, with blocks noted in ``events``."""
+    ``listened``: the number of workers, from the first, with blocks noted in ``events``.
+    ``groups``: of sliding layers, which see ``window`` tokens."""
     size = workload.prefix_block_tokens if n_workers else 0
     context = workload.prompt_len.astype(np.int64)
     if workload.answered is not None:
@@ -76,7 +89,7 @@ def make_kv_cache(
     covered = np.minimum(context, np.diff(workload.prefix_indptr) * size)
     first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
     room = len(workload.prefix_hash) if workload.prefixes_to_come else int(first_listed[-1])
-    if size == 0:  # a record stands for all full blocks of a request
+    if size == 0 and not groups:  # a record stands for all full blocks of a request
         n_blocks = min(n_blocks, _MOST_RUNS)
     slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
     return KVCache(
@@ -92,6 +105,10 @@ def make_kv_cache(
         block_size,
         size,
         no_tiers() if tiers is None else tiers,
+        np.zeros((len(workload) if groups else 0, 2), WINDOW),
+        groups,
+        window,
+        -(-(window - 1) // block_size),
     )
 
 
@@ -101,6 +118,8 @@ def _note(kv: Any, w: int, block: int, stored: int) -> None:
     if w >= kv.listened:
         return
     number = kv.blocks[w, block].block_hash & np.int64(0xFFFFFFFF)
+    if number >> _GROUP_BIT > 0:
+        return
     end = (number + 1) * kv.block_size
     if end % kv.prefix_block_tokens != 0:
         return
@@ -135,6 +154,94 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
         return (-np.int64(request) - 1) << 32 | number
     last = ((number + 1) * block_size - 1) // prefix_tokens
     return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
+
+
+@compiled()
+def _window_hash(kv: Any, request: int, number: int, group: int) -> Any:
+    """Return the hash of a full KV block of a group of sliding layers."""
+    key = block_hash(kv, request, number, kv.block_size, kv.prefix_block_tokens)
+    return key | np.int64(group + 1) << _GROUP_BIT
+
+
+@compiled()
+def _in_window(kv: Any, w: int, request: int, number: int, group: int) -> Any:
+    """Return the oldest cached block of a group with these contents, or -1."""
+    key = _window_hash(kv, request, number, group)
+    return np.int64(kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] - 1)
+
+
+@compiled()
+def window_end(kv: Any, w: int, request: int, most: int, reach: int) -> Any:
+    """Return the end of the last ``reach`` blocks in a row that all groups of sliding layers have,
+    of the first ``most``, or of those from the first on (``find_longest_cache_hit``)."""
+    run: Any = np.int64(0)
+    for number in range(most - 1, -1, -1):
+        run += 1
+        for group in range(kv.groups):
+            if _in_window(kv, w, request, number, group) < 0:
+                run = np.int64(0)
+                break
+        if run >= reach:
+            return np.int64(number + run)
+    return run
+
+
+@compiled()
+def idle_in_windows(kv: Any, w: int, request: int, begin: int, end: int) -> Any:
+    """Return how many cached blocks of a request's windows are free."""
+    idle: Any = np.int64(0)
+    for group in range(kv.groups):
+        for number in range(begin, end):
+            block = _in_window(kv, w, request, number, group)
+            idle += kv.blocks[w, block].n_held == 0
+    return idle
+
+
+@compiled()
+def _is_kept(window: Any, number: int) -> Any:
+    """Whether a block of a request's windows can be found when it is full."""
+    return bool(
+        window.everywhere
+        or window.last - window.reach <= number < window.last
+        or window.longer - window.reach <= number < window.longer
+        or window.junction - window.reach <= number < window.junction
+    )
+
+
+@compiled()
+def _free_windows(
+    kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, end: int
+) -> None:  # fmt: skip
+    """Free the blocks of a request's windows before ``end``, in each group the last one first."""
+    table, window = tables[request, side], kv.windows[request, side]
+    for group in range(kv.groups):
+        for number in range(end - 1, window.begin - 1, -1):
+            block = np.int64(-1)
+            if number < table.found:
+                block = _in_window(kv, w, request, number, group)
+            elif number < table.full and _is_kept(window, number):
+                copy = _in_window(kv, w, request, number, group)
+                while copy >= 0:  # the last one that it has computed
+                    if kv.blocks[w, copy].writer == request:
+                        block = copy
+                    copy = np.int64(kv.blocks[w, copy].copy)
+            if block < 0:
+                workers[w].n_blank += 1
+                continue
+            kv.blocks[w, block].n_held -= 1
+            if kv.blocks[w, block].n_held == 0:
+                append(kv.blocks, workers, w, block)
+    window.begin = max(np.int64(window.begin), end)
+
+
+@compiled()
+def slide(
+    kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, computed: int, held: int
+) -> None:  # fmt: skip
+    """Free those of the ``held`` blocks of a request in each group of sliding layers that no window
+    reaches any more, when ``computed`` tokens have KV (``remove_skipped_blocks``)."""
+    end = max(np.int64(0), computed - kv.window + 1) // kv.block_size
+    _free_windows(kv, tables, workers, w, side, request, min(end, held))
 
 
 @compiled()
@@ -246,7 +353,17 @@ def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, ne
         number = stop
     table.private = table.found - listed + new
     table.listed, table.full = listed, table.found
-    take_blank(kv, workers, w, new)
+    beside: Any = np.int64(0)
+    if kv.groups > 0:
+        begin = np.int64(kv.windows[request, side].begin)
+        for group in range(kv.groups):
+            for place in range(begin, table.found):
+                block = _in_window(kv, w, request, place, group)
+                if kv.blocks[w, block].n_held == 0:
+                    take_out(kv.blocks, workers, w, block)
+                kv.blocks[w, block].n_held += 1
+        beside = kv.groups * max(np.int64(0), table.found + new - max(begin, table.found))
+    take_blank(kv, workers, w, new + beside)
 
 
 @compiled()
@@ -299,25 +416,38 @@ def publish(
     scheduled: a layer writes all keys and values of a step before it reads any (vLLM)."""
     first = kv.first_listed[request]
     table = tables[request, side]
-    table.full = max(np.int64(table.full), tokens // block_size)
+    full = np.int64(table.full)
+    table.full = max(full, tokens // block_size)
     for number in range(table.listed, min(n_shared(kv, request), table.full)):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
-        block = new_record(kv.blocks, workers, w)
-        record = kv.blocks[w, block]
-        record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
-        record.loader, record.run = -1, 0
-        kv.listed[side, first + number] = block
-        slot = slot_of(kv.hash_slots, kv.blocks, w, key)
-        known = kv.hash_slots[w, slot] - 1
-        if known < 0:
-            kv.hash_slots[w, slot] = block + 1
-            _note(kv, w, block, np.int64(1))
-        else:  # as in vLLM a block that is computed twice is there twice
-            while kv.blocks[w, known].copy >= 0:
-                known = kv.blocks[w, known].copy
-            kv.blocks[w, known].copy = block
+        kv.listed[side, first + number] = _store(kv, workers, w, key, request)
         table.listed += 1
         table.private -= 1
+    if kv.groups > 0:
+        window = kv.windows[request, side]
+        for group in range(kv.groups):
+            for number in range(max(full, np.int64(window.begin)), table.full):
+                if _is_kept(window, number):
+                    _store(kv, workers, w, _window_hash(kv, request, number, group), request)
+
+
+@compiled()
+def _store(kv: Any, workers: Any, w: int, key: int, request: int) -> Any:
+    """Let a block that a request holds be found by its hash; returns its record."""
+    block = new_record(kv.blocks, workers, w)
+    record = kv.blocks[w, block]
+    record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
+    record.loader, record.run = -1, 0
+    slot = slot_of(kv.hash_slots, kv.blocks, w, key)
+    known = kv.hash_slots[w, slot] - 1
+    if known < 0:
+        kv.hash_slots[w, slot] = block + 1
+        _note(kv, w, block, np.int64(1))
+    else:  # as in vLLM a block that is computed twice is there twice
+        while kv.blocks[w, known].copy >= 0:
+            known = kv.blocks[w, known].copy
+        kv.blocks[w, known].copy = block
+    return block
 
 
 @compiled()
@@ -337,6 +467,10 @@ def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int)
             if kv.tiers.links.shape[1] > 0:
                 touch(kv.tiers, w, kv.blocks[w, block].block_hash, request)
     workers[w].n_blank += table.private - own
+    if kv.groups > 0:
+        held = np.int64(table.listed + table.private)
+        _free_windows(kv, tables, workers, w, side, request, held)
+        kv.windows[request, side].begin = 0
     table.listed = table.private = table.found = table.full = 0
 
 
@@ -427,7 +561,7 @@ def forget_blocks(kv: KVCache, w: int) -> None:
     if w < kv.listened:
         for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
             block = kv.blocks[w, slot - 1]
-            if block["run"]:
+            if block["run"] or (int(block["block_hash"]) & 0xFFFFFFFF) >> _GROUP_BIT:
                 continue
             end = ((int(block["block_hash"]) & 0xFFFFFFFF) + 1) * kv.block_size
             if end % kv.prefix_block_tokens == 0:

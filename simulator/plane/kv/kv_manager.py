@@ -13,10 +13,13 @@ from eldr_sim.simulator.plane.kv.kv_cache import (
     blocks_of,
     find,
     hold,
+    idle_in_windows,
     n_free,
     publish,
     release,
+    slide,
     take_blank,
+    window_end,
 )
 from eldr_sim.simulator.plane.sessions import Sessions
 from eldr_sim.simulator.plane.state import HERE, OF_SHARE, TO_THE_END
@@ -59,6 +62,7 @@ def fits(engines: Engines, w: int, blocks: int) -> Any:
     spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]
     pool = engines.pools[engines.pool_of[w]]
     most = worker.tokens + worker.batch * (pool.lookahead + pool.drafts)
+    most *= 1 + engines.kv.groups
     if worker.riding == 0 and spare >= most:  # a token needs one at most
         return True
     if spare < 0:
@@ -76,7 +80,7 @@ def blocks_needed(engines: Engines, w: int) -> Any:
         slots = slots_of(sequences[i], lookahead)
         if sequences[i].free_slots < slots:
             needed += blocks_of(slots - sequences[i].free_slots, size)
-    return needed
+    return needed * (1 + engines.kv.groups)
 
 
 @compiled()
@@ -108,8 +112,8 @@ def take_slots(engines: Engines, w: int, i: int) -> None:
     slots = slots_of(sequence, engines.pools[engines.pool_of[w]].lookahead)
     if sequence.free_slots < slots:
         more = blocks_of(slots - sequence.free_slots, size)
-        if more <= n_free(engines.workers, w):
-            take_blank(engines.kv, engines.workers, w, more)
+        if more * (1 + engines.kv.groups) <= n_free(engines.workers, w):
+            take_blank(engines.kv, engines.workers, w, more * (1 + engines.kv.groups))
             sequence.free_slots += more * size
             worker = engines.workers[w]
             if i >= worker.batch + worker.prefilling:  # it rides: its blocks have been counted
@@ -133,13 +137,19 @@ def allocate(
     change: -1 if too few are free, WAITS of `kv_loads` where it waits for others' blocks."""
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
-    more = pulled = _NONE
+    more = pulled = junction = skipped = _NONE
     slots = tokens
     if not fetches:
         slots += 2 * engines.pools[pool].lookahead
         slots = min(slots, engines.settings[0].max_model_len)
     if engines.pools[pool].prefix_caching:
-        found, idle = _find(engines, w, request, tokens)
+        found, idle, junction = _find(engines, w, request, tokens)
+    kv, begin = engines.kv, max(_NONE, found - engines.kv.reach)
+    if kv.groups > 0:
+        if fetches:  # no window reaches its begin
+            skipped = max(_NONE, tokens - kv.window + 1) // size
+            begin = max(begin, skipped)
+        idle += idle_in_windows(kv, w, request, begin, found)
     tiers = not fetches and engines.kv.tiers.links.shape[1] > 0
     if tiers:
         taken = kv_loads.lookup_blocks(engines, w, side, request, found)
@@ -155,6 +165,8 @@ def allocate(
         slots = max(slots, min(last, engines.settings[0].max_model_len))
     if engines.pools[pool].allocates_chunks and not fetches:
         whole = blocks_of(tokens, size) - found + record.window_blocks
+        most = min(blocks_of(tokens, size), engines.pools[pool].window_cap)
+        whole += kv.groups * max(_NONE, most - max(skipped, found))
         if not fits(engines, w, whole + idle):
             return -1
         first = min(np.int64(tokens), found * size + chunk)
@@ -165,13 +177,16 @@ def allocate(
             slots += padded
         slots = min(slots, engines.settings[0].max_model_len)
     new = blocks_of(slots, size) - found + record.window_blocks
+    apart = kv.groups * max(_NONE, blocks_of(slots, size) - max(skipped, found))
     if reserve == OF_SHARE:
         beside = (new + idle + 1) * size + min(record.output_len - record.generated, _CLIPPED)
         if beside >= n_free(engines.workers, w) * size - promised(engines, w):
             return -1
-    elif not fits(engines, w, new + idle):
+    elif not fits(engines, w, new + apart + idle):
         return -1
     engines.tables[request, side].found = found
+    if kv.groups > 0:
+        _set_window(engines, w, request, begin, junction)
     if tiers:
         kv_loads.reserve_blocks(engines, w, request, found, more)
     hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
@@ -190,13 +205,70 @@ def cached_tokens(engines: Engines, w: int, request: int, tokens: int) -> Any:
 
 @compiled()
 def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
-    """Note the cached blocks of a context that are used; returns those, and how many are idle."""
+    """Note the cached blocks of a context that are used; returns those, how many are idle, and the
+    end of those that layers with full attention alone have, or 0."""
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
     side = side_of(engines, w)
+    drop = np.int64(engines.pools[engines.pool_of[w]].drops_block)
+    if engines.kv.groups > 0:
+        limit = min((tokens - 1) // size + drop, tokens // size)
+        known, idle = find(engines.kv, w, side, request, limit * size + 1, size, prefix)
+        known = max(_NONE, known - drop)
+        reach = engines.kv.reach + drop
+        end = window_end(engines.kv, w, request, min(known + drop, limit), reach)
+        end = max(_NONE, end - drop)
+        found, idle = find(engines.kv, w, side, request, end * size + 1, size, prefix)
+        return found, idle, known if known > found else _NONE
     found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
-    if found > 0 and engines.pools[engines.pool_of[w]].drops_block:
+    if found > 0 and drop > 0:
         found, idle = find(engines.kv, w, side, request, (found - 1) * size + 1, size, prefix)
-    return found, idle
+    return found, idle, _NONE
+
+
+@compiled()
+def _set_window(engines: Engines, w: int, request: int, begin: int, junction: int) -> None:
+    """Note where a request's windows begin, and where they can be found (``replay_boundaries``):
+    where its prompt ends, and at the junction, where others have parted from it."""
+    window = engines.kv.windows[request, side_of(engines, w)]
+    pool, size = engines.pools[engines.pool_of[w]], engines.settings[0].block_size
+    prompt, drop = engines.requests[request].prompt_len, np.int64(pool.drops_block)
+    window.begin, window.everywhere = begin, not pool.keeps_ends
+    window.reach = engines.kv.reach + drop
+    window.last = window.longer = max(drop, (prompt - 1) // size)
+    if drop > 0:
+        window.longer = max(drop, prompt // size)
+    window.junction = junction + drop if junction > 0 else _NONE
+
+
+@compiled()
+def slide_sequence(engines: Engines, w: int, i: int) -> None:
+    """Free the blocks that no window of a running sequence reaches any more: its tokens count that
+    are computed when the next step is planned."""
+    if engines.kv.groups == 0:
+        return
+    worker, sequence = engines.workers[w], engines.sequences[w, i]
+    computed, context = sequence.computed, sequence.computed + sequence.todo
+    if not worker.batch - worker.joined <= i < worker.batch + worker.prefilling:
+        context = engines.requests[sequence.request].prompt_len - 1
+        context += sequence.output_len - sequence.tokens_left
+        computed = context
+    held = blocks_of(context + sequence.free_slots, engines.settings[0].block_size)
+    _slide(engines, w, sequence.request, computed - sequence.flying, held)
+
+
+@compiled()
+def slide_context(engines: Engines, w: int, request: int, computed: int) -> None:
+    """The same of a request with all its blocks counted, of which ``computed`` tokens have KV."""
+    if engines.kv.groups > 0:
+        table = engines.tables[request, side_of(engines, w)]
+        _slide(engines, w, request, computed, np.int64(table.listed + table.private))
+
+
+@compiled()
+def _slide(engines: Engines, w: int, request: int, computed: int, held: int) -> None:
+    publish_tokens(engines, w, request, computed)
+    side = side_of(engines, w)
+    slide(engines.kv, engines.tables, engines.workers, w, side, request, computed, held)
 
 
 @compiled()
@@ -252,4 +324,4 @@ def can_join(engines: Engines, w: int, request: int, padded: int) -> Any:
     slots = min(context + 1 + padded + lookahead, engines.settings[0].max_model_len)
     table = engines.tables[request, side_of(engines, w)]
     held = table.listed + table.private - record.window_blocks
-    return fits(engines, w, max(blocks_of(slots, size) - held, _NONE))
+    return fits(engines, w, max(blocks_of(slots, size) - held, _NONE) * (1 + engines.kv.groups))

@@ -21,6 +21,7 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     only_prompts,
     publish_tokens,
     side_of,
+    slide_context,
 )
 from eldr_sim.simulator.plane.scheduler.chunks import (
     ANY,
@@ -64,6 +65,7 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
         padded = padding(engines, w, context)
         if not _is_open(engines, w, padded):
             break
+        slide_context(engines, w, request, context)
         if worker.batch + worker.prefilling > 0 and not can_join(engines, w, request, padded):
             return
         worker.arrived_head = requests[request].next
@@ -289,6 +291,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
     sequence.tokens, sequence.got, sequence.rejected, sequence.decodes = 1, 0, 0, False
+    sequence.flying = 0
     if computed == context:
         sequence.tokens += padding(engines, w, computed)
     sequence.drafts = 0

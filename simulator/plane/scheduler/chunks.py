@@ -165,6 +165,6 @@ def _extend(engines: Engines, w: int, i: int) -> None:
     lacking -= sequence.computed + sequence.todo + sequence.free_slots
     if lacking > 0:
         more = blocks_of(lacking, engines.settings[0].block_size)
-        take_blank(engines.kv, engines.workers, w, more)
+        take_blank(engines.kv, engines.workers, w, more * (1 + engines.kv.groups))
         engines.tables[request, side_of(engines, w)].private += more
         sequence.free_slots += more * engines.settings[0].block_size

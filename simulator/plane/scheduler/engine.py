@@ -218,6 +218,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     in_turn = decodes_in_turn(pool) and (
         worker.prefilling > 0 or pool.long_prefill_token_threshold > 0
     )
+    in_turn = in_turn or engines.kv.groups > 0  # windows move
     while pool.mixed_steps and (
         in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))
     ):
@@ -231,7 +232,8 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         _free_ended(engines, w)
         _append_late(engines, w)
         for i in range(worker.batch + worker.prefilling):  # their outputs are known now
-            engines.sequences[w, i].got = engines.sequences[w, i].rejected = 0
+            sequence = engines.sequences[w, i]
+            sequence.got = sequence.rejected = sequence.flying = 0
     if pool.mixed_steps:
         kv_manager.take_all_slots(engines, w)
     if not worker.one_step:
@@ -300,6 +302,8 @@ def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
             kv_manager.publish_tokens(engines, w, request, sequences[w, i].computed)
+            if engines.pools[engines.pool_of[w]].then >= 0:
+                kv_manager.slide_context(engines, w, request, sequences[w, i].computed)
             if worker.exit_s > clock[0].now:
                 worker.leaving += 1
                 worker.leaving_tokens += sequences[w, i].computed

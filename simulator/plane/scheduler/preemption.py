@@ -15,6 +15,7 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     publish_tokens,
     release_context,
     side_of,
+    slide_sequence,
     slots_of,
     take_slots,
 )
@@ -80,7 +81,7 @@ def lacks_blocks(engines: Engines, w: int, prompts: bool) -> Any:
         lacking = slots - (sequence.computed + sequence.todo + sequence.free_slots)
         if lacking > 0:
             needed += blocks_of(lacking, engines.settings[0].block_size)
-    return not fits(engines, w, needed)
+    return not fits(engines, w, needed * (1 + engines.kv.groups))
 
 
 @compiled()
@@ -121,6 +122,8 @@ def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> An
                 _sit_out(clock, engines, w, ticket - 1)
                 return preempts
             _cut_drafts(engines, w, i, left)
+        if not prompt or _is_computed(engines, w, i, most):
+            slide_sequence(engines, w, i)
         lacking = _lacking(engines, w, i, most)
         while lacking > n_free(engines.workers, w):
             preempts = True
@@ -137,6 +140,13 @@ def _schedule_running(clock: Any, engines: Engines, w: int, prompts: bool) -> An
             compute(engines, w, i, most)
         else:
             take_slots(engines, w, i)
+
+
+@compiled()
+def _is_computed(engines: Engines, w: int, i: int, most: int) -> Any:
+    """Whether the next step computes anything of a context."""
+    chunk, joins = next_chunk(engines, w, i, most)
+    return bool(chunk > 0 or joins)
 
 
 @compiled()
@@ -183,7 +193,8 @@ def _lacking(engines: Engines, w: int, i: int, most: int) -> Any:
             tokens += sequence.tokens
         lacking = lookahead_slots(engines, w, tokens)
         lacking -= sequence.computed + sequence.todo + sequence.free_slots
-    return blocks_of(max(_NONE, lacking), engines.settings[0].block_size)
+    blocks = blocks_of(max(_NONE, lacking), engines.settings[0].block_size)
+    return blocks * (1 + engines.kv.groups)
 
 
 @compiled()

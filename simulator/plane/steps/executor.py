@@ -259,6 +259,7 @@ def _finish(
         outputs += got
         sequence.got, sequence.decodes = got, True
         sequence.rejected = sequence.tokens - got if pool.frees_late else _NONE
+        sequence.flying = sequence.chunk + got if pool.frees_late else _NONE
         sequence.free_slots -= got
         sequence.room -= got
         sequence.tokens_left -= got
@@ -272,9 +273,10 @@ def _finish(
         next_tokens += sequence.tokens
     for i in range(batch, batch + worker.prefilling):  # those that sat it out are known now
         sequences[i].got = sequences[i].rejected = 0
+        sequences[i].flying = sequences[i].chunk if pool.frees_late else _NONE
     worker.context += outputs
     if blocks > 0:
-        take_blank(engines.kv, engines.workers, w, blocks)
+        take_blank(engines.kv, engines.workers, w, blocks * (1 + engines.kv.groups))
     if worker.resting == 0:
         for i in range(worker.rested):
             gap = gaps[clock[0].n_gaps]
@@ -321,6 +323,7 @@ def _finish(
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0
     planned_ahead = planned_ahead or worker.riding > 0  # whose places others may take
+    planned_ahead = planned_ahead or engines.kv.groups > 0  # windows move
     if n_rates > 0:  # a step of fewer drafts may have room
         queued = max(worker.new_head, worker.arrived_head, worker.preempted_head) >= 0
         planned_ahead = planned_ahead or queued or worker.prefilling > 0

@@ -82,6 +82,9 @@ class EngineRules:
     frees_late: bool = True
     #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
     drops_block: bool = True
+    #: Sliding windows can be found at the ends of prompts and of prefixes that others have shared
+    #: alone (``prefix_cache_retention_interval`` 0), else everywhere.
+    keeps_ends: bool = True
     cuts_alone: bool = False  #: long_prefill_token_threshold also cuts the prompt of a lone request
     #: A new sequence with one token to compute is padded to the size of a verify step.
     pads_drafts: bool = True
@@ -144,6 +147,7 @@ def rules_of(
     return EngineRules(
         cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25),
         pads_beside=before(version, 0, 30),
+        keeps_ends=not before(version, 0, 27),  # vllm-project/vllm pull request 52216
     )  # fmt: skip
 
 
