@@ -77,7 +77,7 @@ class KVCacheManager:
     """What sequences need, take and give back.
 
     Layers with sliding windows stand in groups (``KVCacheCoordinator``, ``SlidingWindowManager``):
-    each has blocks of its own from the one pool, as many as the layers with full attention, but
+    each takes its blocks from the one pool, as many as the layers with full attention, but
     frees those that no window reaches any more."""
 
     def __init__(

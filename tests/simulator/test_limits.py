@@ -227,7 +227,14 @@ def test_utilisation_by_hand():
         prefill_steps=np.array([], step),
         decode_steps=np.array([(8.0, 12.0, 2, 100, 0, 0, 0, 0)], step),
     )  # fmt: skip
-    engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, worker_size=1)
+    shard = SimpleNamespace(n_kv_tensors=1, kv_bytes_per_token=1)
+    engine = SimpleNamespace(
+        max_num_seqs=4,
+        n_blocks=50,
+        worker_size=1,
+        step_time=SimpleNamespace(model=None),
+        parallelism=SimpleNamespace(shard=lambda _model: shard),
+    )
     pools = [SimpleNamespace(n=1, decodes=decodes, engine=engine) for decodes in (False, True)]
     spec = SimpleNamespace(
         pools=pools,
@@ -235,6 +242,7 @@ def test_utilisation_by_hand():
         of_decoders=lambda of: np.array([of(engine)]),
         windows=WindowBlocks(1.0, 3),
         block_size=16,
+        transfer=SimpleNamespace(bandwidth=1e9, ingress=1e9, setup_s=0.0, descriptor_s=0.0),
         front_end=None,
         handover_s=0.0,
         reserves_early=False,

@@ -12,9 +12,9 @@ hash, too, by which their request finds them again after a preemption. They are 
 one: while they are held they are counted, and when they are freed they are one run in the order of
 release, of which the last block is reused first.
 
-Groups of sliding layers (``SlidingWindowManager``) have blocks of their own, with hashes of their
-own. Of these a request has no list: it holds the blocks from `state.WINDOW` ``begin`` on, and what
-it has found or published of them is looked up by its hash."""
+Each group of sliding layers (``SlidingWindowManager``) has other blocks, with other hashes. A
+request has no list of them: it holds the blocks from `state.WINDOW` ``begin`` on, and what it has
+found or published of them is looked up by its hash."""
 
 from typing import Any, NamedTuple
 
