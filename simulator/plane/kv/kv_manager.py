@@ -15,6 +15,7 @@ from eldr_sim.simulator.plane.kv.kv_cache import (
     hold,
     idle_in_windows,
     n_free,
+    n_shared,
     publish,
     release,
     slide,
@@ -254,6 +255,76 @@ def slide_sequence(engines: Engines, w: int, i: int) -> None:
         computed = context
     held = blocks_of(context + sequence.free_slots, engines.settings[0].block_size)
     _slide(engines, w, sequence.request, computed - sequence.flying, held)
+
+
+@compiled()
+def slide_batch(engines: Engines, w: int) -> Any:
+    """Slide the windows of a batch that only decodes, if there are enough blank blocks for its next
+    step: then nothing is evicted or preempted in between, and blocks that cannot be found again are
+    freed in any order. Returns whether that is so."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    most = worker.tokens + worker.batch * (pool.lookahead + pool.drafts)
+    if worker.prefilling + worker.joined + worker.riding > 0:
+        return False
+    if worker.n_blank < most * (1 + engines.kv.groups):
+        return False
+    side, listed = side_of(engines, w), _NONE
+    for i in range(worker.batch):
+        if _can_be_found(engines, w, i):
+            listed += 1
+            continue
+        window = engines.kv.windows[engines.sequences[w, i].request, side]
+        end = _begin(engines, w, i)
+        if end > window.begin:
+            worker.n_blank += engines.kv.groups * (end - window.begin)
+            window.begin = end
+    while listed > 0:  # in the order of admission
+        first = np.int64(-1)
+        for i in range(worker.batch):
+            earlier = first < 0 or (
+                engines.sequences[w, i].ticket < engines.sequences[w, first].ticket
+            )
+            if earlier and _can_be_found(engines, w, i):
+                first = np.int64(i)
+        if first < 0:
+            return True
+        slide_sequence(engines, w, first)
+        listed -= 1
+    return True
+
+
+@compiled()
+def _known(engines: Engines, w: int, i: int) -> Any:
+    """Return the tokens of a sequence that decodes of which the KV is computed and known."""
+    sequence = engines.sequences[w, i]
+    generated = sequence.output_len - sequence.tokens_left
+    return engines.requests[sequence.request].prompt_len - 1 + generated - sequence.flying
+
+
+@compiled()
+def _begin(engines: Engines, w: int, i: int) -> Any:
+    """Return the first block that the windows of a sequence that decodes still reach."""
+    unreached = _known(engines, w, i) - engines.kv.window + 1
+    return max(_NONE, unreached) // engines.settings[0].block_size
+
+
+@compiled()
+def _can_be_found(engines: Engines, w: int, i: int) -> Any:
+    """Whether a block of a sequence that its windows leave behind, or that is full now, can be
+    found by its hash."""
+    request, side = engines.sequences[w, i].request, side_of(engines, w)
+    if not engines.pools[engines.pool_of[w]].prefix_caching:
+        return False
+    window, table = engines.kv.windows[request, side], engines.tables[request, side]
+    kept = max(window.last, window.longer, window.junction)
+    if _known(engines, w, i) // engines.settings[0].block_size > table.full and (
+        window.everywhere or table.full < kept or table.listed < n_shared(engines.kv, request)
+    ):
+        return True
+    return bool(
+        _begin(engines, w, i) > window.begin
+        and (window.everywhere or window.begin < max(kept, table.found))
+    )
 
 
 @compiled()

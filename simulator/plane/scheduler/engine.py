@@ -218,7 +218,8 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     in_turn = decodes_in_turn(pool) and (
         worker.prefilling > 0 or pool.long_prefill_token_threshold > 0
     )
-    in_turn = in_turn or engines.kv.groups > 0  # windows move
+    if engines.kv.groups > 0:  # windows move
+        in_turn = in_turn or not kv_manager.slide_batch(engines, w)
     while pool.mixed_steps and (
         in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))
     ):
