@@ -60,15 +60,36 @@ def test_pages_state_the_figures_of_the_picture(page):
         assert f"{figures['completed']:,} requests" in stated[0]
 
 
+def example(page):
+    """Return the lines that a page shows of the output of its command."""
+    (block,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    return block.splitlines()
+
+
+def printed(lines):
+    """Return the figures of output lines by their headings."""
+    return dict(re.findall(r"^(.*?): +([\d.]+)$", "\n".join(lines), re.M))
+
+
+def test_the_first_page_shows_the_figures_of_the_picture():
+    shown = printed(example("index.md"))
+    for figure in ("completed", "median_tpot_ms"):
+        assert float(shown[PRINTED[figure]]) == FIGURES["eldr"][figure]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", FIGURES)
-def test_first_command_prints_the_figures_of_the_picture(policy, run_cli, drawn_routing):
+def test_first_command_prints_the_figures_of_the_pages(policy, run_cli, drawn_routing, tmp_path):
     words = [policy if word == "eldr" else word for word in first_command()]
-    code, out, err = run_cli(*words)
+    code, out, err = run_cli(*words, "--out", tmp_path / "b")
     assert code == 0, err
-    printed = dict(re.findall(r"^(.*?): +([\d.]+)$", out, re.M))
+    figures = printed(out.splitlines())
     for figure, value in FIGURES[policy].items():
-        assert float(printed[PRINTED[figure]]) == pytest.approx(value, abs=0.0051), figure
+        assert float(figures[PRINTED[figure]]) == pytest.approx(value, abs=0.0051), figure
+    if policy == "eldr":
+        assert set(example("index.md")) <= set(out.splitlines())
+        code, out, err = run_cli("explain", tmp_path / "b")
+        assert set(example("explain.md")) <= set(out.splitlines())
 
 
 IMAGES = ROOT / "docs" / "images"
