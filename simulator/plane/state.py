@@ -243,6 +243,7 @@ WORKER = np.dtype(
         ("slowdown", np.float64),  # its steps take so many times as long: 1 but for stragglers
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
+        ("planned", np.bool_),  # the next step was planned at a boundary: windows have slid for it
         ("stopped", np.int32),  # why the next request was not admitted at the last boundary
         ("tokens", np.int64),  # of the batch, that the next step computes, chunks not among them
         # Sequences that have ended and ride in the next step, and the tokens that it computes.
@@ -330,6 +331,8 @@ SEQUENCE = np.dtype(
         ("computed", np.int64),  # tokens of its context that are in the KV cache
         ("todo", np.int64),  # tokens of its context still to compute
         ("chunk", np.int64),  # of which the next step computes so many
+        # Output tokens still to generate when its windows slide, or a block of it is full.
+        ("slides_at", np.int64),
     ]
 )
 

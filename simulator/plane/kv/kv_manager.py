@@ -259,38 +259,64 @@ def slide_sequence(engines: Engines, w: int, i: int) -> None:
 
 @compiled()
 def slide_batch(engines: Engines, w: int) -> Any:
-    """Slide the windows of a batch that only decodes, if there are enough blank blocks for its next
-    step: then nothing is evicted or preempted in between, and blocks that cannot be found again are
-    freed in any order. Returns whether that is so."""
+    """Slide the windows of a batch that only decodes, and take the KV blocks of its next step, if
+    so many are free that none is preempted; returns whether that is so. Only those sequences are
+    looked at that pass the end of a block: in the order of admission where blocks are freed that
+    can be found again, or evicted in between."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     most = worker.tokens + worker.batch * (pool.lookahead + pool.drafts)
-    if worker.prefilling + worker.joined + worker.riding > 0:
+    most *= 1 + engines.kv.groups
+    if worker.prefilling + worker.joined + worker.riding > 0 or n_free(engines.workers, w) < most:
         return False
-    if worker.n_blank < most * (1 + engines.kv.groups):
+    evicts = worker.n_blank < most
+    if evicts and (not pool.mixed_steps or pool.fewest_first):
         return False
-    side, listed = side_of(engines, w), _NONE
+    listed = _NONE
     for i in range(worker.batch):
-        if _can_be_found(engines, w, i):
+        sequence = engines.sequences[w, i]
+        slides = sequence.tokens_left <= sequence.slides_at
+        if evicts:
+            listed += slides or sequence.free_slots < slots_of(sequence, pool.lookahead)
+        elif slides and _can_be_found(engines, w, i):
             listed += 1
-            continue
-        window = engines.kv.windows[engines.sequences[w, i].request, side]
-        end = _begin(engines, w, i)
-        if end > window.begin:
+        elif slides:
+            window = engines.kv.windows[sequence.request, side_of(engines, w)]
+            end = max(np.int64(window.begin), _begin(engines, w, i))
             worker.n_blank += engines.kv.groups * (end - window.begin)
             window.begin = end
-    while listed > 0:  # in the order of admission
+            _set_next_slide(engines, w, i)
+    ticket = np.int64(-1)
+    while listed > 0:
         first = np.int64(-1)
         for i in range(worker.batch):
-            earlier = first < 0 or (
-                engines.sequences[w, i].ticket < engines.sequences[w, first].ticket
-            )
-            if earlier and _can_be_found(engines, w, i):
+            sequence = engines.sequences[w, i]
+            due = sequence.tokens_left <= sequence.slides_at
+            due = due or (evicts and sequence.free_slots < slots_of(sequence, pool.lookahead))
+            if (
+                due
+                and sequence.ticket > ticket
+                and (first < 0 or sequence.ticket < engines.sequences[w, first].ticket)
+            ):
                 first = np.int64(i)
-        if first < 0:
-            return True
+        ticket = np.int64(engines.sequences[w, first].ticket)
         slide_sequence(engines, w, first)
+        _set_next_slide(engines, w, first)
+        if evicts:
+            take_slots(engines, w, first)
         listed -= 1
     return True
+
+
+@compiled()
+def _set_next_slide(engines: Engines, w: int, i: int) -> None:
+    """Note when a sequence that decodes, and has slid, will have filled a block or left one behind:
+    a step is planned ahead with one token at least in flight."""
+    sequence, size = engines.sequences[w, i], engines.settings[0].block_size
+    full = (_known(engines, w, i) // size + 1) * size
+    left = (_begin(engines, w, i) + 1) * size + engines.kv.window - 1
+    end = engines.requests[sequence.request].prompt_len - 1 + sequence.output_len
+    late = np.int64(engines.pools[engines.pool_of[w]].frees_late)
+    sequence.slides_at = end - min(full, left) - late
 
 
 @compiled()

@@ -291,7 +291,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
     sequence.tokens, sequence.got, sequence.rejected, sequence.decodes = 1, 0, 0, False
-    sequence.flying = 0
+    sequence.flying, sequence.slides_at = 0, record.output_len
     if computed == context:
         sequence.tokens += padding(engines, w, computed)
     sequence.drafts = 0

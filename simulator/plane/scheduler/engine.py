@@ -199,7 +199,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     """Do what an engine does between two steps: end, preempt, admit, plan."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     worker.wake = -1.0
-    worker.next_start = clock[0].now
+    worker.next_start, worker.planned = clock[0].now, True
     worker.computed_tokens = worker.begun_tokens
     if worker.ended:
         worker.ended = False
@@ -235,6 +235,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         for i in range(worker.batch + worker.prefilling):  # their outputs are known now
             sequence = engines.sequences[w, i]
             sequence.got = sequence.rejected = sequence.flying = 0
+            sequence.slides_at = sequence.output_len
     if pool.mixed_steps:
         kv_manager.take_all_slots(engines, w)
     if not worker.one_step:

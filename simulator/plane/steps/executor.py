@@ -14,7 +14,7 @@ from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.simulator.plane.compiled import compiled, execute
 from eldr_sim.simulator.plane.events import schedule_step, wake
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, take_blank
-from eldr_sim.simulator.plane.kv.kv_manager import Engines, fits, keep_tokens, slots_of
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, fits, keep_tokens, slide_batch, slots_of
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row, found_drafts
 
@@ -64,7 +64,8 @@ def run_step(world: Any, leader: int) -> Any:
         workers[w].next_start = clock[0].now
         if not pool.mixed_steps:
             _sit_out(clock, engines, w)
-        if not fits(engines, w, _NONE):
+        slides = engines.kv.groups > 0 and not workers[w].planned
+        if (slides and not slide_batch(engines, w)) or not fits(engines, w, _NONE):
             wake(clock, events, workers, w)  # this engine has to preempt, then all start
             short = True
     if short:
@@ -323,12 +324,13 @@ def _finish(
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0
     planned_ahead = planned_ahead or worker.riding > 0  # whose places others may take
-    planned_ahead = planned_ahead or engines.kv.groups > 0  # windows move
-    if n_rates > 0:  # a step of fewer drafts may have room
+    if (
+        n_rates > 0 or engines.kv.groups > 0
+    ):  # fewer drafts, or windows that move, may let others in
         queued = max(worker.new_head, worker.arrived_head, worker.preempted_head) >= 0
         planned_ahead = planned_ahead or queued or worker.prefilling > 0
     worker.riding = worker.riding_tokens = 0
-    worker.one_step = worker.blocked = False
+    worker.one_step = worker.blocked = worker.planned = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
     worker.last_admitted = worker.n_admitted
     worker.next_start = end
