@@ -37,6 +37,20 @@ def attention_fields(keys: Keys, family: str, layers: Layers) -> dict[str, Any]:
     return fields
 
 
+def _saved_sliding_heads(keys: Keys, known: int | None) -> dict[str, Any]:
+    """Heads of sliding layers as transformers 5 saves Step's: once, and again for each layer."""
+    each, heads = keys.object("per_layer_config"), keys.get("num_sliding_attention_heads", known)
+    if known is not None:
+        keys.only("num_sliding_attention_heads", known)
+    types = keys.get("layer_types") or []
+    for layer in each.values:
+        if layer.isdecimal() and types[int(layer) : int(layer) + 1] == ["sliding_attention"]:
+            each.only(layer, {"num_attention_heads": heads})
+    if each.values and len(each.values) != types[: keys.n_layers()].count("sliding_attention"):
+        raise keys.refusal("per_layer_config names other layers than the sliding ones")
+    return {} if heads is None else {"sliding_n_heads": heads}
+
+
 def _heads(keys: Keys, family: str) -> dict[str, Any]:
     """Fields of the heads of full and sliding layers."""
     heads, hidden = keys.needed("num_attention_heads"), keys.needed("hidden_size")
@@ -76,6 +90,7 @@ def _heads(keys: Keys, family: str) -> dict[str, Any]:
             "global_head_dim": width,
         }
         other.ignore("true_head_dim")
+    fields |= _saved_sliding_heads(keys, fields.get("sliding_n_heads"))
     if fields.get("sliding_n_heads") == heads:
         del fields["sliding_n_heads"]
     sparse = keys.object("sparse_attention_config")

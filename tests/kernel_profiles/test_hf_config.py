@@ -92,6 +92,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024, "moe_layers_enum": "1,2,3",
         "attention_other_setting": {"attention_type": "sliding_attention",
                                     "num_attention_heads": 12, "num_attention_groups": 2}},
+    "step3p7": COMMON | {
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 128,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "n_routed_experts": 16,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 128, "share_expert_dim": 64,
+        "intermediate_size": 1024, "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "num_sliding_attention_heads": 12,
+        "per_layer_config": {f"0{layer}": {"num_attention_heads": 12} for layer in (1, 3)}},
     "granitemoehybrid": GQA | {
         "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 16,
         "num_experts_per_tok": 2, "intermediate_size": 128, "shared_intermediate_size": 64,
@@ -248,6 +255,21 @@ def test_keys_of_the_text_model_are_checked_where_it_is_nested(write, tmp_path):
     path.write_text(json.dumps({"text_config": inner | {"moe_lanes": 4}}))
     with pytest.raises(InputError, match="moe_lanes 4"):
         load_model(path)
+
+
+def test_step_as_published_and_as_transformers_saves_it_is_one_model(write):
+    setting = CONFIGS["step3p5"]["attention_other_setting"] | {"num_attention_groups": 4}
+    published = figures(load_model(write("step3p5", attention_other_setting=setting)))
+    assert published == figures(load_model(write("step3p7")))
+
+
+@pytest.mark.parametrize(
+    "layers", [{"00": 12}, {"01": 12}, {"01": 12, "03": 10}, {"01": 12, "x": 12}]
+)
+def test_heads_of_single_layers_are_those_of_the_sliding_ones_or_refused(write, layers):
+    each = {name: {"num_attention_heads": heads} for name, heads in layers.items()}
+    with pytest.raises(InputError, match="per_layer_config"):
+        load_model(write("step3p7", per_layer_config=each))
 
 
 def test_two_names_of_one_thing_must_agree(write):
