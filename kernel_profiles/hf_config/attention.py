@@ -265,14 +265,14 @@ def _sinks(keys: Keys, family: str) -> str:
 
 
 def _qk_norm(keys: Keys, family: str) -> str:
-    kind = keys.get("qk_norm_type")
-    used = keys.get("use_qk_norm")
     if family.startswith(("qwen3", "gemma3", "gemma4", "muse", "step3p")):
+        keys.ignore("qk_norm_type", "use_qk_norm")
         return "per_head"
     if family in ("olmoe", "minimax_m2"):
         keys.ignore("qk_norm_type", "use_qk_norm")
         return "full_width"
-    if not used:
+    kind = keys.get("qk_norm_type")
+    if not keys.get("use_qk_norm"):
         return "none"
     if kind not in (None, "per_head", "per_layer"):
         raise keys.refusal(f"qk_norm_type {kind!r:.40}", "per_head, per_layer")

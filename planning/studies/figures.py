@@ -1,6 +1,7 @@
 """Reproduction of a paper's figure: a table, a picture, and the paper's claims with our values."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
 def _ends(claim: Claim) -> tuple[float | None, ...]:
     """Return the ends of a claim's interval, if it has one."""
     found = claim.interval
-    return (None, None) if found is None or np.isnan(found).any() else found
+    return (None, None) if found is None or math.isnan(found[0]) else found
 
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:

@@ -116,12 +116,11 @@ class SignalWatch:
             async with session.get(address, timeout=limit, allow_redirects=False) as response:
                 if response.status != 200:
                     raise InputError("metrics", f"status {response.status}", "200")
-                parts, total = [], 0
+                text = bytearray()
                 async for part in response.content.iter_any():
-                    total += len(part)
-                    if total > _MOST_BYTES:
+                    text += part
+                    if len(text) > _MOST_BYTES:
                         raise InputError("metrics", f"more than {_MOST_BYTES >> 20} MiB")
-                    parts.append(part)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise InputError("metrics", type(error).__name__) from None
-        return parse_metrics(b"".join(parts).decode("utf-8", errors="replace"))
+        return parse_metrics(text.decode("utf-8", errors="replace"))

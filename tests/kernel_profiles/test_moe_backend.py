@@ -1,10 +1,12 @@
 """Which kernel computes the experts: what a refusal lists works, and what it asks for, too."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
@@ -15,21 +17,28 @@ def made(model, gpu, **options):
     return build_step_time_model(model, gpu, **SIZES, **options)
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize(
     ("model", "gpu"),
     [("GPT-OSS-120B", "B200"), ("GPT-OSS-120B", "A100"), ("Qwen3-30B-A3B", "H100")],
 )
-def test_a_refused_kernel_lists_those_that_have_rows(model, gpu):
-    with pytest.raises(InputError) as refused:
-        made(model, gpu, moe_backend="marlin")
-    said = str(refused.value)
-    assert f"no rows of marlin's kernel for {model} on {gpu}" in said
-    assert "--tables DIR with rows of that kernel: docs/tables.md" in said
-    listed = said.split("(allowed: ")[1].split(", or --tables")[0].split(", ")
-    assert "auto" in listed
-    for backend in listed:
-        kernel = made(model, gpu, moe_backend=backend).provenance["moe"]["kernel_source"]
-        assert backend == "auto" or backend in kernel.lower()
+def test_a_refusal_lists_those_that_have_rows_and_no_others(model, gpu, size):
+    works, refusals = set(), {}
+    for backend in get_args(MoEBackend):
+        try:
+            found = made(model, gpu, moe_backend=backend, parallelism=Parallelism(size, size > 1))
+        except InputError as refused:
+            refusals[backend] = str(refused)
+            continue
+        works.add(backend)
+        kernel = found.provenance["moe"]["kernel_source"].lower()
+        assert backend == "auto" or backend in kernel
+    assert "marlin" in refusals
+    for backend, said in refusals.items():
+        assert f"no rows of {backend}'s kernel for {model} on {gpu}" in said
+        listed, _, hint = said.split("(allowed: ")[1].partition(", or --tables")
+        assert set(listed.split(", ")) == works
+        assert hint.startswith(" DIR with rows of that kernel: docs/tables.md")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The separable MoE form: exact where it must be, and true off the diagonal it was fitted on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -194,6 +196,12 @@ def test_every_shipped_table_gives_a_sane_monotone_model(shipped):
     reading = model.time_s(tokens, uniform_distinct(tokens, model.n_experts, model.top_k))
     assert (prefill >= reading).all()
     assert len(model.unbalanced_knots) or (prefill == reading).all()
+    # Peaks that bind everywhere are all that is left: experts are read, or pairs are computed.
+    bound = replace(model, least_expert_s=1.0, least_pair_s=0.25)
+    experts = np.arange(model.n_experts + 1.0)
+    for batch in (1, 7, 200):
+        least = np.maximum(experts, 0.25 * batch * model.top_k)
+        np.testing.assert_array_equal(bound.time_s(batch, experts), least)
     if "default tiles" in table.metadata.kernel_source:  # may fall where another tile runs
         inner, prefill = inner[97:], prefill[11:]
     assert (np.diff(inner, axis=0) >= -1e-15).all()

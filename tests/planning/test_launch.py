@@ -361,6 +361,7 @@ def test_kubernetes_files_keep_their_schemas(made):
         (container,) = each["podTemplate"]["spec"]["containers"]
         assert container["name"] == "main"
         if each["type"] == "frontend":
+            assert each["replicas"] == 1
             continue
         nodes = each.get("multinode", {"nodeCount": 1})["nodeCount"]
         assert nodes >= 2 or "multinode" not in each

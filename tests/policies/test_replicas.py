@@ -104,6 +104,17 @@ def test_the_rule_in_words(name, twin, case):
     assert chosen(name, *case).tolist() == list(twin(*case))
 
 
+def test_no_two_rules_are_one():
+    rng = np.random.default_rng(0)
+    placement = Placement(
+        np.tile(np.arange(4), (1, 3)), np.arange(12)[None] % 6, 6, np.ones((1, 6))
+    )
+    experts = np.array([rng.choice(4, 2, replace=False) for _ in range(60)])
+    case = rng.integers(6, size=60), experts, placement, 0, np.arange(6) // 3
+    answers = {name: chosen(name, *case).tobytes() for name in NAMES}
+    assert len(set(answers.values())) == len(answers)
+
+
 @pytest.mark.parametrize("name", NAMES + LEVELLED)
 @given(case=cases())
 def test_every_pair_goes_to_an_instance_of_its_expert(name, case):

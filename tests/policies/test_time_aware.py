@@ -8,19 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import (
+    BACKENDS,
+    COPY_PER,
+    AllToAllCost,
+    build_all_to_all,
+)
 from eldr_sim.kernel_profiles.kernels.all_to_all_cost import combine_s, dispatch_s
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
-from eldr_sim.policies.placement.step_swaps import Prices, Steps, layer_s, swap_for_time
+from eldr_sim.policies.placement.step_swaps import Prices, Steps, layer_s, prices, swap_for_time
 from eldr_sim.policies.placement.time_aware import home_ranks
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from studies.expert_traffic import Batch, measure
 
+from ..kernel_profiles.test_all_to_all import _busiest as busiest_links
+from ..kernel_profiles.test_all_to_all import _links as copies
 from ..random_artifact import random_artifact
 
 SLOTS = 4
@@ -81,6 +90,31 @@ def test_a_layers_time_is_that_of_its_traffic(case):
         assert layer_s(ranks, n_ranks, steps, cost) == pytest.approx(
             counted_s(ranks, n_ranks, steps, cost), rel=1e-9
         )
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_placements_differ_by_what_their_backend_sends(backend, prompts):
+    """Copies counted link by link; what goes to all GPUs is the same of any placement."""
+    rng, none = np.random.default_rng(0), np.zeros((2, 9))
+    sends = build_all_to_all(
+        load_model("DeepSeek-V3"), load_gpu("H100"), backend, 4, gpus_per_node=2
+    )
+    cost = prices(RankMoE(1, np.arange(2.0), none, none), sends, prompts=prompts)
+    experts = np.array([rng.choice(8, 3, replace=False) for _ in range(4000)])
+    home = np.arange(4000) // 1000
+    gathers = backend == "allgather_alltoall" and not prompts
+    table, per = sends.gathered if gathers else sends.cost, COPY_PER[backend]
+    found = []
+    for ranks in np.sort(np.arange(8) % 4), rng.permutation(np.arange(8) % 4):
+        routed = zip(home.tolist(), ranks[experts].tolist(), strict=True)
+        back = busiest_links(copies(routed, 4, 2, per), 4, 2)
+        out = (0.0, 0.0) if gathers else back
+        seconds = combine_s(table, *back) + dispatch_s(table, *out)
+        found.append((layer_s(ranks, 4, Steps(experts, home, 1, 1.0), cost), seconds))
+    (first, wanted), (second, other) = found
+    assert second - first == pytest.approx(other - wanted, rel=1e-9, abs=1e-15)
+    assert (first == second) == (per == "all")
 
 
 @settings(max_examples=25)

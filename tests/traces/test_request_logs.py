@@ -123,6 +123,16 @@ def test_mooncake(tmp_path):
     assert log.prefix_indptr.tolist() == [0, 2, 4]
 
 
+def test_a_text_stands_for_a_token_every_four_bytes_where_no_length_is_said(tmp_path):
+    rows = (
+        '{"timestamp": 0, "text_input": "caf\u00e9 au lait", "output_length": 5}\n'
+        '{"timestamp": 1500, "text_input": "x", "input_length": 40, "output_length": 6}\n'
+        '{"timestamp": 2500, "input_length": 50, "output_length": 7}\n'
+    )
+    log = read_request_log(write(tmp_path, rows))
+    assert log.prompt_len.tolist() == [4, 40, 50]
+
+
 def test_mooncake_with_full_blocks_of_16_and_timestamp_ms(tmp_path):
     hashes = list(range(2**64 - 3, 2**64))
     log = read_request_log(

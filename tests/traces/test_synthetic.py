@@ -50,7 +50,12 @@ from eldr_sim.traces.routing.synthetic.sampler import (
     sample_kinds_and_experts,
 )
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize, synthesize_like
-from eldr_sim.traces.routing.synthetic.token_kinds import count_groups, token_kinds
+from eldr_sim.traces.routing.synthetic.token_kinds import (
+    _back,
+    _projected,
+    count_groups,
+    token_kinds,
+)
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.synthetic_twin import compare_with_twin, prompt_decode_rho
 
@@ -280,6 +285,27 @@ def test_kinds_follow_their_shares_and_succession():
     want = np.array([0.25 / (0.25 + 2.25), 0.75 / (0.75 + 0.75)])
     assert follow == pytest.approx(want, abs=0.02)
     assert kind[:, 100:].mean() == pytest.approx(want[0] / (want[0] + 1 - want[1]), abs=0.03)
+
+
+def test_scores_go_back_to_experts_as_they_came():
+    """``<H b, s> = <b, H^T s>`` of the tokens' choices H."""
+    rng = np.random.default_rng(0)
+    ids = np.array([rng.permuted(np.tile(np.arange(9), (3, 1)), axis=1)[:, :2] for _ in range(40)])
+    ids, basis, scores = ids.astype(np.uint16), rng.normal(size=(3, 9, 4)), rng.normal(size=(40, 4))
+    there = (_projected(ids, basis, np.zeros((3, 9))) * scores).sum()
+    assert there == pytest.approx((basis * _back(ids, scores, 9)).sum())
+
+
+def test_shares_of_a_twin_are_shares_whatever_its_kinds():
+    """Each token has as many experts as the real ones, however many of a kind a twin draws."""
+    rng, lengths = np.random.default_rng(0), np.full(30, 16)
+    ids = np.argsort(rng.random((960, 2, 9)), axis=2)[:, :, :2].astype(np.uint16)
+    kinds = rng.integers(4, size=960)
+    real = fitting._Real(ids, lengths, lengths, np.zeros(30, np.int64), kinds, 9)
+    for kind in (kinds, kinds // 2):
+        found = fitting._Statistics.of(real, real.ids, kind).kinds
+        present = np.bincount(kind, minlength=len(found)) > 0
+        np.testing.assert_allclose(found[present].sum(axis=2), real.ids.shape[2])
 
 
 def test_clusters_are_the_kinds_that_were_drawn():
