@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.decorators import option
+from eldr_sim.cli.decorators import option, writes
 from eldr_sim.cli.run_options import GroupedCommand, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
@@ -70,7 +70,7 @@ def _of_engine(each: "Bench", config: RunConfig, options: Mapping[str, Any]) -> 
 @option("--launch", None, "The line that started the engine: \"vllm serve MODEL ...\", SGLang's or "
         "TensorRT-LLM's.", metavar="LINE")  # fmt: skip
 @run_options(without=("calibration",))
-@option("--out", click.Path(path_type=Path, dir_okay=False), "Write the calibration here, for "
+@writes("--out", click.Path(path_type=Path, dir_okay=False), "Write the calibration here, for "
         "--calibration.", default="calibration.yaml", metavar="FILE.yaml")  # fmt: skip
 @option("--force", bool, "Replace the file.")
 @option("--next/--no-next wanted", bool, "Search for the load to measure next.", default=True)

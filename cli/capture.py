@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_written, progress_bar
-from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option, together
+from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option, together, writes
 from eldr_sim.traces.routing.capture.captured import (
     CapturedRouting,
     check_options,
@@ -41,7 +41,7 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     key = "Key of the domain label in a line of the JSONL file."
     decorated: Callable[..., Any] = together(
-        option("--out", Path, "Folder of the routing trace to write.", required=True),
+        writes("--out", Path, "Folder of the routing trace to write.", required=True),
         option("--domain-field", None, key, default="domain", metavar="KEY"),
         option("--calibration-fraction", float, share, default=0.5),
         option("--model-name", None, "Name of the model in the trace. Default: the name of MODEL."),

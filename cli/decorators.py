@@ -106,10 +106,6 @@ class Option(click.Option):
         return super().get_help_record(ctx)
 
 
-#: Options that name what a command writes at its end.
-_WRITTEN = ("--out", "--report", "--freeze")
-
-
 def _check_place(context: click.Context, parameter: click.Parameter, out: Path | None) -> Any:
     """Raise InputError, before anything runs, where ``out`` cannot be written."""
     if out is not None and not context.resilient_parsing:
@@ -121,8 +117,6 @@ def option(names: str, kind: Any = None, help: Help = None, **more: Any) -> Deco
     """Return ``click.option``. ``names``: spellings, and the parameter's name where that is
     another; ``kind``: bool for a flag, Path, choices, or a type of click's; ``more``: ``section``
     and ``common`` as of `Option`, and what ``click.option`` takes."""
-    if names.split()[0] in _WRITTEN:
-        more["callback"] = _check_place
     if kind is bool:
         more["is_flag"] = True
     elif kind is Path:
@@ -130,6 +124,11 @@ def option(names: str, kind: Any = None, help: Help = None, **more: Any) -> Deco
     else:
         more["type"] = click.Choice(kind) if isinstance(kind, list) else kind
     return click.option(*names.split(), help=help, cls=Option, **more)
+
+
+def writes(names: str, kind: Any, help: Help, **more: Any) -> Decorator:
+    """Return an option that names what a command writes at its end; see `option`."""
+    return option(names, kind, help, callback=_check_place, **more)
 
 
 def together(*options: Decorator) -> Decorator:
@@ -159,7 +158,7 @@ plot_option = option("--plot", bool, "Draw pictures (PNG) into --out; needs the 
 def output(help: str, replaced: str, *, plot: bool = False) -> Decorator:
     """Return --out and --force of a command that writes a folder and, where asked for, --plot."""
     return together(
-        option("--out", Path, help, section=OUTPUT),
+        writes("--out", Path, help, section=OUTPUT),
         option("--force", bool, f"Replace {replaced}.", section=OUTPUT),
         *((plot_option,) if plot else ()),
     )

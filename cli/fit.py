@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click import IntRange
 
-from eldr_sim.cli.decorators import complete, model_option, option, traces, workloads
+from eldr_sim.cli.decorators import complete, model_option, option, traces, workloads, writes
 from eldr_sim.cli.run_options import check_file
 from eldr_sim.policies.eldr.signature import (
     METHODS,
@@ -47,8 +47,8 @@ from eldr_sim.policies.eldr.signature import (
 @option("--mask-pairs", IntRange(3, 10_000_000), "Pairs of requests, drawn with replacement, that "
         "rho is measured on.", default=FitOptions().mask_pairs)  # fmt: skip
 @option("--seed", int, "Seed of the fit.", default=0)
-@option("--out", Path, "Routing artifact to write.", required=True, metavar="FILE.npz")
-@option("--report", Path, "Draw rho by transform, rho by layers kept and the signatures' principal "
+@writes("--out", Path, "Routing artifact to write.", required=True, metavar="FILE.npz")
+@writes("--report", Path, "Draw rho by transform, rho by layers kept and the signatures' principal "
         "components, with CSV files, for this workload and the named ones that the trace can "
         "serve.")  # fmt: skip
 @option("--force", bool, "Replace the file and the report.")

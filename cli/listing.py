@@ -12,7 +12,7 @@ import click
 
 from eldr_sim import cache as user_cache
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.decorators import complete, model_option, option, parallel_options
+from eldr_sim.cli.decorators import complete, model_option, option, parallel_options, writes
 from eldr_sim.cli.decorators import gpus as gpu_names
 from eldr_sim.cli.decorators import models as model_names
 from eldr_sim.errors import InputError
@@ -283,7 +283,7 @@ def list_tables(words: tuple[str, ...]) -> None:
 @option("--engine", None, "Engine to import kernels of (vllm, sglang, trtllm), and the "
         "newest version to take. Kernels without rows for it are taken from another "
         "engine.", default="vllm", metavar="NAME[==VERSION]")  # fmt: skip
-@option("--out", Path, "Folder of the tables to write.", required=True)
+@writes("--out", Path, "Folder of the tables to write.", required=True)
 def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
     """Import a GPU's tables from aisimulate or aiconfigurator-core, whichever is installed.
 

@@ -16,6 +16,7 @@ from eldr_sim.cli.decorators import (
     jobs_option,
     option,
     plot_option,
+    writes,
 )
 from eldr_sim.cli.decorators import gpus as gpu_names
 from eldr_sim.cli.decorators import policies as policy_names
@@ -107,12 +108,8 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "data_parallel_size", "num_redundant_experts", "preset", "autoscale",
     )
 )  # fmt: skip
-@option(
-    "--out",
-    Path,
-    "Folder for the plan; completed runs are kept beside it until then.",
-    section=OUTPUT,
-)
+@writes("--out", Path, "Folder for the plan; completed runs are kept beside it until then.",
+        section=OUTPUT)  # fmt: skip
 @option("--resume", bool, "Continue an interrupted plan for --out.", section=OUTPUT)
 @option("--emit", Path, "Folder for files that launch the answer: vLLM, SGLang, TensorRT-LLM, "
     "llm-d, Dynamo, a benchmark.", section=OUTPUT)  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.decorators import complete, option, parallel_options, plot_option
+from eldr_sim.cli.decorators import complete, option, parallel_options, plot_option, writes
 from eldr_sim.cli.decorators import models as model_names
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
@@ -36,7 +36,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
         metavar="cuda|cpu")  # fmt: skip
 @option("--budget", None, "Time for the measurement: 90s, 5m, 1h. Tables are written from what "
         "was measured by then.", callback=_seconds, default="5m", metavar="TIME")  # fmt: skip
-@option("--out", Path, "Folder of the tables to write.", required=True)
+@writes("--out", Path, "Folder of the tables to write.", required=True)
 @option("--resume", bool, "Continue the profile in --out.")
 @plot_option
 @option("--only", None, "Parts to measure: moe, moe-vllm, attention, gemm, elementwise, "

@@ -12,7 +12,7 @@ import click
 from click import IntRange
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.decorators import option
+from eldr_sim.cli.decorators import option, writes
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import keeping, whole_file
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
@@ -26,13 +26,13 @@ def _today() -> str:
 
 
 @click.command()
-@option("--out", Path, "Folder of the predictions; those already in it are kept.")
+@writes("--out", Path, "Folder of the predictions; those already in it are kept.")
 @option("--of parts", ["launches", "aiconfigurator"], "Set of rows: those with launch lines, or "
     "those of aiconfigurator-core. Default: both, if it is installed.", multiple=True)  # fmt: skip
 @option("--rows", _READ, "CSV of other rows with launch lines, with the columns of "
     "validation/published/rows/runs.csv; measured columns may be empty.",
         metavar="FILE.csv")  # fmt: skip
-@option("--freeze", _FILE, "Write the predictions of rows with launch lines, before their "
+@writes("--freeze", _FILE, "Write the predictions of rows with launch lines, before their "
         "measurements are read.", metavar="FILE.json")  # fmt: skip
 @option("--compare", _READ, "Compare frozen predictions with the current measurements of the rows.",
         metavar="FILE.json")  # fmt: skip
@@ -172,7 +172,7 @@ def _compare(path: Path, runs: list[Any]) -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@option("--out", _FILE, "File for the bands; the package's own are "
+@writes("--out", _FILE, "File for the bands; the package's own are "
     "simulator/outcome/error_bands.json.", metavar="FILE.json")  # fmt: skip
 def bands(folder: Path, out: Path | None) -> None:
     """Make error bands from predictions of published runs, and print how well they cover runs of

@@ -8,7 +8,7 @@ import click
 from click import FloatRange, IntRange
 
 from eldr_sim.cli.console import print_table
-from eldr_sim.cli.decorators import option
+from eldr_sim.cli.decorators import option, writes
 from eldr_sim.cli.run_options import GroupedCommand, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.reports.explanation import (
@@ -26,7 +26,7 @@ from eldr_sim.reports.page import write_report
 @click.argument(
     "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path)
 )
-@option("--out", Path, "HTML file to write.", default=Path("report.html"), metavar="FILE")
+@writes("--out", Path, "HTML file to write.", default=Path("report.html"), metavar="FILE")
 @option("--force", bool, "Replace the file in --out.")
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.

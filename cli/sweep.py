@@ -10,7 +10,7 @@ import click
 import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
-from eldr_sim.cli.decorators import option
+from eldr_sim.cli.decorators import option, writes
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import Backend, expected_tokens
 from eldr_sim.planning.runs.sweep import COMPLETED, FAILED, SweepResult
@@ -28,7 +28,7 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 
 @click.command(short_help="Run a grid or any other set of runs.")
 @click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
-@option("--out", Path, "Folder for the runs and the data set.")
+@writes("--out", Path, "Folder for the runs and the data set.")
 @option("--resume", bool, "Continue the sweep in --out.")
 @option("--force", bool, "Replace the sweep in --out.")
 @option("--dry-run", bool, "Print the points without running them.")

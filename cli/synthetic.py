@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_table, print_written, progress_bar
-from eldr_sim.cli.decorators import option
+from eldr_sim.cli.decorators import option, writes
 from eldr_sim.cli.run_options import check_file
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
@@ -31,8 +31,8 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
 
 @click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
 @click.argument("name", default=REFERENCE_TRACE, metavar="[NAME|DIR]")
-@option("--out", Path, "Fitted model to write.", required=True, metavar="FILE.npz")
-@option("--report", Path, "Folder for a report: a synthetic twin of the trace and its statistics "
+@writes("--out", Path, "Fitted model to write.", required=True, metavar="FILE.npz")
+@writes("--report", Path, "Folder for a report: a synthetic twin of the trace and its statistics "
         "next to the trace's.")  # fmt: skip
 @option("--seed", int, "Seed of the draw.", default=0)
 @option("--force", bool, "Replace the file and the report.")
@@ -66,7 +66,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @option("--from fitted", None, f"A fitted model that comes with the package ({', '.join(FITTED)}), "
         "or one of trace fit-synthetic. Of its shape only --layers may be changed.",
         metavar="NAME|FILE.npz")  # fmt: skip
-@option("--out", Path, "Folder of the routing trace to write.", required=True)
+@writes("--out", Path, "Folder of the routing trace to write.", required=True)
 @option(
     "--band",
     [*BANDS],

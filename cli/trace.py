@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.console import print_table, print_written, progress_bar
-from eldr_sim.cli.decorators import complete, option, plot_option, traces
+from eldr_sim.cli.decorators import complete, option, plot_option, traces, writes
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.imports.formats import READERS
@@ -88,7 +88,7 @@ def formats() -> None:
     "dates.", metavar="TIME")  # fmt: skip
 @option("--start-up", click.FloatRange(0.0), "Time from a container's start until the worker "
         "serves, s.", default=0.0, metavar="S")  # fmt: skip
-@option("--out", Path, "YAML file to write, for --events.", default=Path("events.yaml"),
+@writes("--out", Path, "YAML file to write, for --events.", default=Path("events.yaml"),
         metavar="FILE")  # fmt: skip
 @option("--force", bool, "Replace the file in --out.")
 def incident(
@@ -144,7 +144,7 @@ def incident(
     "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
 )
 @option("--json as_json", bool, "Print all figures as JSON instead of tables.")
-@option("--out", Path, "Folder for all figures: statistics.json and CSV files.")
+@writes("--out", Path, "Folder for all figures: statistics.json and CSV files.")
 @plot_option
 @option("--force", bool, "Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
@@ -208,7 +208,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 
 @trace.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@option("--out", Path, "Folder of the routing trace to write.", required=True)
+@writes("--out", Path, "Folder of the routing trace to write.", required=True)
 @option("--format", [*READERS], "Format of FILE.  [default: detected from the content]")
 @option("--model", None, "Model that the experts were recorded from.", required=True)
 @option(

@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from eldr_sim.cli.calibrate import results_and_configs
 from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
-from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option
+from eldr_sim.cli.decorators import TENSOR_PARALLEL_SIZE, option, writes
 from eldr_sim.cli.published import bands, published
 from eldr_sim.cli.run_options import GroupedCommand, check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
@@ -62,7 +62,7 @@ def validate() -> None:
         "DeepSeek-R1 the newest, the others the oldest.")  # fmt: skip
 @option("--forms", bool, "Predict with and without each part: front end, padding of weights, "
         "uneven routing.")  # fmt: skip
-@option("--out", Path, "Folder for the tables of errors.")
+@writes("--out", Path, "Folder for the tables of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def silicon(
     model: str,
@@ -173,7 +173,7 @@ def bench(results: tuple[Path, ...], steps: Path | None, **options: Any) -> None
 
 
 @validate.command()
-@option("--out", Path, "Folder for the table of errors.")
+@writes("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def pd(out: Path | None, force: bool) -> None:
     """Predict published runs with prefill and decode workers, by hand-over preset.
@@ -200,7 +200,7 @@ def pd(out: Path | None, force: bool) -> None:
 @option("--requests", Path, "Folder replay_data of github.com/inference-sim/training, "
         "commit c4f0340.",
         required=True)  # fmt: skip
-@option("--out", Path, "Folder for the table of errors.")
+@writes("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     """Predict published runs of Mixtral, next to the errors of other estimators. vLLM 0.15.1 on
@@ -279,8 +279,8 @@ _OF_ENGINES = (
 
 
 @validate.command()
-@option("--out", Path, "Folder of the campaign; runs already in it are kept.", required=True)
-@option("--report", Path, "Folder of the report; an older report there is replaced.")
+@writes("--out", Path, "Folder of the campaign; runs already in it are kept.", required=True)
+@writes("--report", Path, "Folder of the report; an older report there is replaced.")
 @option("--quick", bool, "Run ten minutes on one engine: two loads, each twice for 25 s, a report "
     "in OUT/report and one verdict.")  # fmt: skip
 @option("--feature features", [*FEATURES, "all"], "Check a feature of one engine, in place of "
