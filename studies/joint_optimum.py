@@ -13,13 +13,14 @@ from typing import Any
 
 from eldr_sim.outputs import write_rows
 from eldr_sim.planning.runs.run_cache import RunCache
+from eldr_sim.planning.search import answer as answers
 from eldr_sim.planning.search.axes import Space, value_of
 from eldr_sim.planning.search.candidates import cluster_label
 from eldr_sim.planning.search.goals import HighestRate, find
 from eldr_sim.planning.search.knobs import ALL, BASE
 from eldr_sim.planning.slo import Objective, paired_percent
 from eldr_sim.simulator.setup.config.groups import parse_slo
-from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 #: Model, GPU, how many, tokens in and out, service level, published acceptance of drafts.
 QUESTIONS = [
@@ -65,7 +66,7 @@ def rows_of(question: Sequence[object], runs: RunCache) -> list[Row]:
         figures = [row.figure, paired_percent(row.by_seed, first.by_seed)] if row.figure else []
         rows.append(
             {"question": f"{model}, {n_gpus} {gpu}", "searched": named(row.policy),
-             "cluster": "none" if row.config is None else told(row.config)}
+             "cluster": told(row)}
             | dict(zip(("rate", "low", "high", "change", "change_low", "change_high"),
                        [f"{value:.4g}" for figure in figures for value in figure], strict=False))
         )  # fmt: skip
@@ -78,11 +79,13 @@ def named(what: str) -> str:
     return "".join(but) + NAMES.get(last, last)
 
 
-def told(config: RunConfig) -> str:
-    """Return a cluster in words: its workers and what differs from the base."""
-    words = [cluster_label(config)]
+def told(row: answers.Row) -> str:
+    """Return a row's cluster in words: its workers and what differs from the base."""
+    if row.config is None:
+        return "none"
+    words = [cluster_label(row.config)]
     for name, given in AXES.items():
-        value = value_of(config, name)
+        value = value_of(row.config, name)
         if value != given[0] and str(value) not in words[0]:
             words.append(f"{value} {named(name)}" if isinstance(value, int) else str(value))
     return ", ".join(words)
