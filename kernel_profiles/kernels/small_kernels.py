@@ -25,11 +25,17 @@ MLA_KERNELS = 8
 and KV, two splits, two rotations, keys and values put together."""
 
 
-def layer_kernels(model: ModelDims) -> int:
+def layer_kernels(model: ModelDims, *, compiled: bool) -> int:
     """Kernels of a layer that are no GEMM, attention or part of its routed experts. Norms, rotary
-    embedding, the write to the KV cache, and the activation of a dense or shared MLP."""
+    embedding, the write to the KV cache, and the activation of a dense or shared MLP.
+
+    ``compiled``: as vLLM compiles a step of its graphs, with native norms (``custom_ops`` "none" of
+    its ``config/vllm.py``). Norms that follow each other, and the sum between, are one kernel of
+    Inductor: all between attention and the MLPs, all from these to the next layer (Gemma's 4 or
+    7)."""
     dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
-    return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
+    norms = min(model.norms_per_layer, 2) if compiled else model.norms_per_layer
+    return norms + 2 + (model.qk_norm != "none") + dense
 
 
 def dense_linears(model: ModelDims) -> int:

@@ -274,7 +274,7 @@ class Parts:
         if gpu.launch_s is None:
             problem = f"the kernel launch time of the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
-        small = layer_kernels(model) - (2 if rotates_inside else 0)
+        small = layer_kernels(model, compiled=False) - (2 if rotates_inside else 0)
         # Layers of linear attention neither attend, rotate, cache, nor norm queries and keys.
         spared = 1 + (0 if rotates_inside else 2) + (model.qk_norm != "none")
         kernels = model.n_linear_layers * (LINEAR_KERNELS - spared)
@@ -351,7 +351,11 @@ class Parts:
             gemm = self._table("gemm", dtype="fp8_block")
             if gemm is None or "trtllm" not in gemm.metadata.framework:
                 gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
-        return gate + max(layer_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
+        return gate + max(self._layer_kernels + (model.qk_norm != "none") - FITTED_KERNELS, 0)
+
+    @property
+    def _layer_kernels(self) -> int:
+        return layer_kernels(self.model, compiled=self.engine.name == "vllm")
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s (given, a profile's median, the default), and its provenance."""
@@ -600,7 +604,7 @@ class Parts:
             least_s = (
                 NORMS_S + self._more_kernels * small_kernel_s(self.gpu)
                 if kernel_s is None
-                else (layer_kernels(model) + unfused_kernels(model) / model.n_layers) * kernel_s
+                else (self._layer_kernels + unfused_kernels(model) / model.n_layers) * kernel_s
             )
             layers = model.n_layers * np.maximum(least_s, moved_s)
         moved = 4 * model.hidden_size + residual_bytes(model)
