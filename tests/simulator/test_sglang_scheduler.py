@@ -7,7 +7,8 @@ sglang and torch for CPUs, lets it do them again (``VLLM_RECORD=1`` records it).
 A sequence's end is found when the step after next is planned: it rides in the next step, and holds
 its place and its KV cache for so long. That is not simulated: steps of riders alone take no time
 here, places and KV cache suffice for all, and of ``--enable-mixed-chunk`` what comes before riders
-take room from prompts is compared.
+take room from prompts is compared. Where KV is scarce, `sglang_rules.py` says what SGLang does, and
+is held to ``sglang_scarce_steps.json``; the compiled engine differs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
 from ..on_each import on_each
+from .sglang_rules import Engine
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
 from .test_vllm_scheduler import check_recorded, with_tokens
 
@@ -32,6 +34,7 @@ _HERE = Path(__file__).parent
 _N_CASES, _SEATS, _TOKENS = 64, 32, 2048
 _N_WITHOUT_CACHE = 40  #: the others share prefixes, in blocks of
 _SHARED = 4  #: tokens; SGLang's radix cache and ours share them token by token
+_N_SCARCE = 30
 
 
 def case(seed):
@@ -48,6 +51,19 @@ def case(seed):
     settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": bool(rng.random() < 0.3)}
     if seed >= _N_WITHOUT_CACHE:
         settings |= {"mixed": False, "cache": True, "block_size": _SHARED}
+    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
+    return {"requests": requests, "settings": settings, "costs": costs}
+
+
+def scarce_case(seed):
+    """The same where KV, and perhaps places, do not suffice."""
+    rng = np.random.default_rng([77, seed])
+    n, chunk = int(rng.integers(4, 25)), int(rng.choice([24, 40, 64]))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
+    requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(2, 40))) for a in at]
+    settings = {"seats": int(rng.choice([4, 32])), "chunk": chunk}
+    settings |= {"tokens": int(rng.choice([160, 256, 400]))}
+    settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": False}
     costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
     return {"requests": requests, "settings": settings, "costs": costs}
 
@@ -98,6 +114,14 @@ def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, se
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@on_each("seed", range(_N_SCARCE))
+def test_the_rules_where_kv_is_scarce_equal_sglangs_scheduler(seed):
+    theirs = json.loads((_HERE / "sglang_scarce_steps.json").read_text())[seed]
+    given = scarce_case(seed)
+    engine = Engine(given["requests"], given["settings"], given["costs"])
+    np.testing.assert_allclose(engine.run(), theirs, rtol=1e-9)
+
+
 def test_the_cases_hold_what_may_differ(recorded):
     """Chunks, steps that prompts keep others out of, and polls that let requests wait."""
     kinds = [case(seed)["settings"] for seed in range(_N_CASES)]
@@ -110,16 +134,31 @@ def test_the_cases_hold_what_may_differ(recorded):
     assert sum(n == kind["chunk"] for n, kind in zip(longest, kinds, strict=True)) > 10
 
 
-@pytest.mark.skipif(
+needs_sglang = pytest.mark.skipif(
     "SGLANG_PYTHON" not in os.environ, reason="SGLANG_PYTHON names no Python that has sglang"
 )
-def test_sglang_does_what_was_recorded(recorded):
-    cases = [with_tokens(case(seed)) for seed in range(_N_WITHOUT_CACHE, _N_CASES)]
-    cases = [case(seed) for seed in range(_N_WITHOUT_CACHE)] + cases
+
+
+def as_sglang_does(cases):
+    """Return what SGLang's own scheduler does with cases."""
     command = [os.environ["SGLANG_PYTHON"], str(_HERE / "sglang_scheduler.py")]
     done = subprocess.run(
         command, input=json.dumps(cases), capture_output=True, text=True, check=True
     )
-    both = zip(json.loads(done.stdout), cases, strict=True)
+    return json.loads(done.stdout)
+
+
+@needs_sglang
+def test_sglang_does_what_was_recorded(recorded):
+    cases = [with_tokens(case(seed)) for seed in range(_N_WITHOUT_CACHE, _N_CASES)]
+    cases = [case(seed) for seed in range(_N_WITHOUT_CACHE)] + cases
+    both = zip(as_sglang_does(cases), cases, strict=True)
     found = [as_recorded(each, of["settings"]["mixed"]) for each, of in both]
     check_recorded("sglang_steps.json", found)
+
+
+@needs_sglang
+def test_sglang_does_what_was_recorded_where_kv_is_scarce():
+    done = as_sglang_does([scarce_case(seed) for seed in range(_N_SCARCE)])
+    steps = [as_recorded(each, False)["steps"] for each in done]
+    check_recorded("sglang_scarce_steps.json", steps)
