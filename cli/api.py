@@ -277,7 +277,7 @@ def run(
     Args:
         config: what ``options`` override; None: the defaults.
         progress: whether to show progress; None: on a terminal and in a notebook.
-        backend: ``compiled``, ``simpy`` (the model as SimPy processes) or ``vllm``.
+        backend: ``compiled``, ``simpy`` (the model as SimPy processes), ``vllm`` or ``sglang``.
         workers: for ``simpy``, classes in place of a pool's workers, such as
             ``{"decode": MyDecoder}`` (docs/engines.md).
         options: options of the command; a mapping sets fields of a pool
@@ -317,7 +317,7 @@ class Simulation(simulation.Simulation):
             (``request(prefix=[...])``); only without ``arrivals``.
         absent: workers of the topology that are missing until they are started:
             ``("decode:4",)``.
-        backend: ``compiled``, ``simpy`` (the model as SimPy processes) or ``vllm``.
+        backend: ``compiled``, ``simpy`` (the model as SimPy processes), ``vllm`` or ``sglang``.
         workers: for ``simpy``, classes in place of a pool's workers.
         options: options of ``eldr-sim run``, as of `run`.
 

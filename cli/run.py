@@ -19,8 +19,8 @@ from eldr_sim.errors import InputError
 
 _BACKENDS = (
     "Implementation of the model: compiled code; simpy, the same model as SimPy processes that "
-    "can be read and changed; vllm, these processes with the scheduler and KV manager of an "
-    "installed vLLM, slower (docs/engines.md)."
+    "can be read and changed; vllm or sglang, these processes with the scheduler and KV manager of "
+    "the installed engine, slower (docs/engines.md)."
 )
 
 
@@ -32,7 +32,13 @@ _BACKENDS = (
 @output("Folder for the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.", section=OUTPUT)
 @option("--verbose", bool, "Print all sources of the result's times and routing.", section=OUTPUT)
-@option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled", section=OUTPUT)
+@option(
+    "--backend",
+    ["compiled", "simpy", "vllm", "sglang"],
+    _BACKENDS,
+    default="compiled",
+    section=OUTPUT,
+)
 def run(
     out: Path | None,
     force: bool,

@@ -1,5 +1,6 @@
 """From a configuration to a result: the steps of one run, in order."""
 
+import importlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
-Backend = Literal["compiled", "simpy", "vllm"]
+Backend = Literal["compiled", "simpy", "vllm", "sglang"]
 #: A run gives up when the measured requests have not ended after this many times its length.
 _TIME_LIMIT_FACTOR = 20.0
 
@@ -104,8 +105,8 @@ def simulate(
     Args:
         config: the run.
         progress: called with the share of measured requests that have ended, 0 to 1.
-        backend: ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm``, the
-            reference model with the installed vLLM's scheduler in each worker.
+        backend: ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm`` or
+            ``sglang``, the reference model with the installed engine's scheduler in each worker.
         workers: for ``simpy``, the class of a pool's workers by the pool's name (docs/engines.md).
 
     Returns:
@@ -233,13 +234,15 @@ def reference_of(
 
     if config.scaling.scales:
         raise InputError("autoscale", "the SimPy backend does not model it", "--backend compiled")
-    if backend == "vllm":
-        from eldr_sim.simulator.engine_code.vllm import vllm_workers
-
+    if backend != "simpy":
         if workers:
-            raise InputError("workers", "given together with vLLM's scheduler", "backend simpy")
-        workers = vllm_workers(inputs)
+            raise InputError("workers", "given together with an engine's code", "backend simpy")
+        workers = _engine_code(backend).workers(inputs)
     return ReferenceCluster(inputs, workers, arrivals)
+
+
+def _engine_code(backend: Backend) -> Any:
+    return importlib.import_module(f"eldr_sim.simulator.engine_code.{backend}")
 
 
 def fault_plan(config: RunConfig, cluster: "CompiledCluster | ReferenceCluster") -> FaultPlan:
@@ -411,10 +414,8 @@ def expected_step_of(config: RunConfig, prepared: PreparedRun, pool: int) -> Exp
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None, backend: Backend) -> dict[str, Any]:
     engine = {}
-    if backend == "vllm":
-        from eldr_sim.simulator.engine_code.vllm import vllm_version
-
-        engine["vllm"] = vllm_version()
+    if backend not in ("compiled", "simpy"):
+        engine[backend] = _engine_code(backend).version()
     return {
         "config": config.model_dump(mode="json"),
         "trace_checksum": None if trace is None else trace.manifest.checksum,

@@ -1,18 +1,22 @@
 """What the reference model does not model, refused by the name of its option."""
 
-from collections.abc import Container
+from collections.abc import Mapping
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 
 
-def refuse(inputs: RunInputs, chosen: Container[str]) -> None:
-    """Raise InputError for what only the compiled plane runs. ``chosen``: pools of user-written
-    workers, which may handle streamed layers."""
+def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
+    """Raise InputError for what only the compiled plane runs. ``chosen``: other workers than
+    the model's own by pool, which may handle streamed layers or follow another engine."""
     spec, workload = inputs.spec, inputs.workload
     engines = [pool.engine for pool in spec.pools]
     drafts = [engine.speculation.config for engine in engines if engine.speculation is not None]
+    follows = {name: worker.follows for name, worker in chosen.items()}
+    others = [p.engine for p in spec.pools if follows.get(p.name, "vllm") != p.engine.engine
+              or p.engine.engine == "vllm"]  # fmt: skip
     plain = EngineRules()
     ruled = ("mixed_steps", "whole_prompts", "poll_steps", "wait_steps", "reserve", "fewest_first",
              "token_with_kv")  # fmt: skip
@@ -22,7 +26,7 @@ def refuse(inputs: RunInputs, chosen: Container[str]) -> None:
     )
     refused = {
         "engine": any(getattr(engine.rules, name) != getattr(plain, name)
-                      for engine in engines for name in ruled),
+                      for engine in others for name in ruled),
         "workload": workload.parent is not None or workload.n_warming > 0,
         "max_active_sessions": spec.max_active_sessions is not None,
         "kv_tiers": bool(spec.tiers),

@@ -55,6 +55,7 @@ class Worker:
 
     scheduler_class: type[Scheduler] = Scheduler
     group_class: type[EngineGroup] | None = None  #: None: `EngineGroup`, or that of shared experts
+    follows: str = "vllm"  #: the engine whose rules its scheduler has
 
     def __init__(self, cluster: ReferenceCluster, pool: PoolSpec, number: int) -> None:
         self.cluster, self.pool, self.number, self.env = cluster, pool, number, cluster.env

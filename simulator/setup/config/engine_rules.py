@@ -49,7 +49,8 @@ CHAT_TEMPLATE_S = 0.020
 #: Qwen3-14B on H100 (0.15 and 0.16, 0.17 to 0.19: jgchn/llm-d-planner,
 #: accuracy/blog-gpu-capacity.md); other models' differs.
 OLD_ACTIVATION_BYTES = int((5.64 - 2.23) * 2**30)
-_FIRST, _LEAST, _STEPS = 0.7, 0.14, 600  # SGLang's new_token_ratio: start, of it at last, steps
+#: SGLang's ``new_token_ratio`` at first, the share of it that is left at last, steps until then.
+FIRST_SHARE, _LEAST, _STEPS = 0.7, 0.14, 600
 _MIB = 2**20
 
 
@@ -106,7 +107,7 @@ def rules_of(
         # `_handle_data_parallelism` of server_args.py
         conservative = options.schedule_conservativeness or 1.0
         conservative *= 0.3 if engines_of_worker > 1 else 1.0
-        first = min(_FIRST * conservative, 1.0)
+        first = min(FIRST_SHARE * conservative, 1.0)
         return EngineRules(
             mixed_steps=bool(options.enable_mixed_chunk),
             poll_steps=options.scheduler_recv_interval or 1,
