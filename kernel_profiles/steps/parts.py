@@ -343,8 +343,7 @@ class Parts:
         Queries and keys have a norm each (vllm-project/vllm pull requests 38621 and 49744 time and
         count the chain)."""
         model = self.model
-        measured = model.index_topk and "attention" not in self.missing
-        if model.attention == "mla" or measured:
+        if model.attention == "mla" or (model.index_topk and "attention" not in self.missing):
             return 0
         gate = unfused_gate_kernels(model, self.engine)
         if model.linear_dtype == "fp8_block":

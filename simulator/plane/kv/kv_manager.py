@@ -260,9 +260,9 @@ def slide_sequence(engines: Engines, w: int, i: int) -> None:
 @compiled()
 def slide_batch(engines: Engines, w: int) -> Any:
     """Slide the windows of a batch that only decodes, and take the KV blocks of its next step, if
-    so many are free that none is preempted; returns whether that is so. Only those sequences are
-    looked at that pass the end of a block: in the order of admission where blocks are freed that
-    can be found again, or evicted in between."""
+    enough are free to preempt nothing; returns whether that is so. Only sequences that pass the end
+    of a block are looked at, in the order of admission where blocks that can be found again are
+    freed, or blocks are evicted."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     most = worker.tokens + worker.batch * (pool.lookahead + pool.drafts)
     most *= 1 + engines.kv.groups
