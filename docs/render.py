@@ -256,7 +256,7 @@ CHECKED = [
     ("101 published runs of GPT-OSS-120B on vLLM, 1 to 8 GPUs, H100 and H200", "silicon",
      "all (101 rows)", "mean {m}, {q} of the error"),
     ("ELDR's own cluster, 24 MI300X, cells that nothing was fitted to", "eldr_measured",
-     "all cells", "{m} p50, published kernels, {q} of the error"),
+     "all cells", "{m} p50, fitted kernels, {q} of the error"),
     ("the same, kernels from public figures alone", "eldr_measured", "all cells",
      "{m} p50, derived kernels, {q} of the error"),
     ("12 stages of Mixtral on vLLM, from recorded requests", "silicon",
