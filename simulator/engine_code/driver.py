@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+
+from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.reference.group import ExpertGroup
 from eldr_sim.simulator.reference.requests import Request, Sequence
 from eldr_sim.simulator.reference.worker import Batch, EngineGroup, Worker, worker_class
@@ -361,6 +364,19 @@ class _Alone(EngineGroup):
 
 class _Together(_Alone, ExpertGroup):
     """Engines that share experts."""
+
+
+def block_key(request: Request, block: int) -> Any:
+    """Return what stands for the tokens of a block of a request and all before them: its key if
+    others may share it, else one that no other request has."""
+    shared = request.block_keys
+    return shared[block] if block < len(shared) else (block, "request", request.number)
+
+
+def has_queue_order(inputs: RunInputs) -> bool:
+    """Whether requests wait in another order than they come."""
+    keys = inputs.queue_keys
+    return keys is not None and bool(np.any(keys != keys[:1]))
 
 
 def pool_workers(

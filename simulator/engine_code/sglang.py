@@ -12,8 +12,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.engine_code import sglang_config
@@ -22,6 +20,8 @@ from eldr_sim.simulator.engine_code.driver import (
     EngineScheduler,
     Part,
     Plan,
+    block_key,
+    has_queue_order,
     pool_workers,
 )
 from eldr_sim.simulator.reference.requests import Request, Sequence
@@ -32,12 +32,13 @@ from eldr_sim.simulator.setup.config.engine_rules import FIRST_SHARE
 @cache
 def load_sglang() -> SimpleNamespace:
     """Return what is used of SGLang; raises InputError if it is not installed or lacks a part."""
-    allowed = f"sglang {sglang_config.TESTED} and torch, pip install --no-deps sglang=={{}} torch"
     try:
         return sglang_config.load_sglang()
     except ImportError as error:
         problem = f"SGLang's scheduler cannot be imported: {error}"
-        raise InputError("backend", problem, allowed.format(sglang_config.TESTED)) from None
+        package = f"sglang=={sglang_config.TESTED}"
+        allowed = f"sglang {sglang_config.TESTED} and torch, pip install --no-deps {package} torch"
+        raise InputError("backend", problem, allowed) from None
 
 
 class SglangBlocks(EngineBlocks):
@@ -89,10 +90,9 @@ class SglangScheduler(EngineScheduler):
     def token(self, request: Request, place: int) -> int:
         """Return the number of a token of a request: its own, or that of all requests with the same
         tokens up to here."""
-        size, shared = self.kv.size, request.block_keys
-        block, within = divmod(place, size)
-        key = shared[block] if block < len(shared) else (block, "request", request.number)
-        start = self.first_tokens.setdefault(key, len(self.first_tokens) * size)
+        block, within = divmod(place, self.kv.size)
+        new = len(self.first_tokens) * self.kv.size
+        start = self.first_tokens.setdefault(block_key(request, block), new)
         return start + within
 
     def cached_tokens(self) -> set[int]:
@@ -224,14 +224,14 @@ class SglangScheduler(EngineScheduler):
 
 def refuse(inputs: RunInputs) -> None:
     """Raise InputError for what SGLang's scheduler is not given here."""
-    spec, keys = inputs.spec, inputs.queue_keys
+    spec = inputs.spec
     engines = [pool.engine for pool in spec.pools]
     refused = {
         "engine": any(engine.engine != "sglang" for engine in engines),
         "topology": any(pool.then >= 0 for pool in spec.pools),
         "enable_expert_parallel": any(engine.group is not None for engine in engines),
         "speculative_config": any(engine.speculation is not None for engine in engines),
-        "queue_order": keys is not None and bool(np.any(keys != keys[:1])),
+        "queue_order": has_queue_order(inputs),
         "aging_s": spec.aging_s < math.inf,
         "model": spec.windows.state > 0 or spec.windows.most > 0,
     }

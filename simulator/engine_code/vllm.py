@@ -17,6 +17,8 @@ from eldr_sim.simulator.engine_code.driver import (
     EngineScheduler,
     Part,
     Plan,
+    block_key,
+    has_queue_order,
     pool_workers,
 )
 from eldr_sim.simulator.engine_code.vllm_config import (
@@ -102,14 +104,11 @@ class VllmScheduler(EngineScheduler):
     def hasher(self, request: Request) -> Callable[[Any], list[bytes]]:
         """Return what gives vLLM the hashes of a request's full blocks: those that prompts share
         by what they share, the others by the request."""
-        shared, size, writers = request.block_keys, self.kv.size, self.kv.writers
+        size, writers = self.kv.size, self.kv.writers
 
         def new_hashes(of_vllm: Any) -> list[bytes]:
             numbers = range(len(of_vllm.block_hashes), of_vllm.num_tokens // size)
-            block_hashes = [
-                block_hash(shared[i] if i < len(shared) else (i, "request", request.number))
-                for i in numbers
-            ]
+            block_hashes = [block_hash(block_key(request, i)) for i in numbers]
             for one in block_hashes:
                 writers.setdefault(one, request.number)
             return block_hashes
@@ -171,9 +170,7 @@ class VllmScheduler(EngineScheduler):
                 self.to_load = []
             if self.sent or self.received:  # nothing ran that would have brought them
                 self.process_events()
-            if not self.plans:
-                self.plan_one()
-        return bool(self.plans)
+        return super().plan()
 
     def plan_one(self) -> None:
         """Let vLLM schedule a step."""
@@ -288,8 +285,7 @@ def workers(inputs: RunInputs) -> Mapping[str, type[Worker]]:
     Raises InputError where vLLM is not installed, and for what it is not given here."""
     spec, window = inputs.spec, inputs.shards[0].sliding_window
     load_vllm()
-    keys = inputs.queue_keys
-    refuse(spec, keys is not None and bool(np.any(keys != keys[:1])))
+    refuse(spec, has_queue_order(inputs))
     return pool_workers(spec, VllmScheduler, lambda pool, takes_over: {
         "config": vllm_config(spec, pool, takes_over), "window": window,
     })  # fmt: skip

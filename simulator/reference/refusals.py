@@ -15,8 +15,8 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
     engines = [pool.engine for pool in spec.pools]
     drafts = [engine.speculation.config for engine in engines if engine.speculation is not None]
     follows = {name: worker.follows for name, worker in chosen.items()}
-    others = [p.engine for p in spec.pools if follows.get(p.name, "vllm") != p.engine.engine
-              or p.engine.engine == "vllm"]  # fmt: skip
+    others = [p.engine for p in spec.pools
+              if p.engine.engine == "vllm" or follows.get(p.name) != p.engine.engine]  # fmt: skip
     plain = EngineRules()
     ruled = ("mixed_steps", "whole_prompts", "poll_steps", "wait_steps", "reserve", "fewest_first",
              "token_with_kv")  # fmt: skip
