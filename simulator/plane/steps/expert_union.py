@@ -26,9 +26,9 @@ class PromptRows(NamedTuple):
     prefix_indptr: Ints  #: as in ``Workload``
     prefix_trace_request: Int32s  #: ``prefix_text`` of ``Workload``
     prefix_block_tokens: int  #: as in ``Workload``
-    scratch: Words  #: ``[trace layers * words]``
     block_rows: int  #: prompt rows of a kept union, those of a prefix block where known
-    first_block: Ints  #: ``[trace requests]``: of ``block_rows`` prompt rows each
+    #: ``[trace requests]``: of ``block_rows`` prompt rows each; behind them, of all prompt rows
+    first_block: Ints
     blocks: Words  #: ``[blocks, trace layers * words]``: their unions
     known: Bools  #: ``[blocks]``: whether the union has been computed
 
@@ -43,10 +43,10 @@ def make_prompt_rows(
 ) -> PromptRows:
     """Return prompts without computed unions; arguments as of `PromptRows`."""
     size = min(max(prefix_block_tokens or _LARGEST, _SMALLEST), _LARGEST)
-    blocks = -(-length.astype(np.int64) // size)
+    blocks = -(-length.astype(np.int64) // size) + 1
     return PromptRows(
         bits, first_row, length, prefix_indptr, prefix_trace_request, prefix_block_tokens,
-        np.zeros(bits.shape[1], np.uint64), size, np.cumsum(blocks) - blocks,
+        size, np.cumsum(blocks) - blocks,
         np.zeros((blocks.sum(), bits.shape[1]), np.uint64), np.zeros(blocks.sum(), np.bool_),
     )  # fmt: skip
 
@@ -101,8 +101,11 @@ def add_prompt(
         first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
         while start < stop and start // size < end - first:
             block = start // size
-            until = min(stop, (block + 1) * size)
             source = prompts.prefix_trace_request[first + block]
+            most = min(end - first, -(-stop // size))
+            while block < most and prompts.prefix_trace_request[first + block] == source:
+                block += 1
+            until = min(stop, block * size)
             _add_rows(prompts, source, start, until - start, union)
             start = until
     if start < stop:
@@ -112,20 +115,31 @@ def add_prompt(
 @compiled()
 def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) -> None:
     """OR ``n`` prompt rows of a request from ``start`` on, rotated in further layers."""
-    have, need = prompts.bits.shape[1], union.shape[0]
+    have, need, size = prompts.bits.shape[1], union.shape[0], prompts.block_rows
     span: Any = np.int64(prompts.length[source])
-    n = min(n, span)
     tiles = (need + have - 1) // have
-    whole = prompts.scratch
     for tile in range(tiles):
-        width = min(have, need - tile * have)
-        if tile == 0 or n < span:  # else the same rows again, only in another order
-            whole[:] = 0
+        part = union[tile * have : min(tile * have + have, need)]
+        if n >= span:
+            _add_block(prompts, source, np.int64(0), span, -(-span // size), part)
+        else:
             row = (start + tile * span // tiles) % span
-            _add_range(prompts, source, row, min(row + n, span), whole)
-            _add_range(prompts, source, np.int64(0), row + n - span, whole)
-        for k in range(width):
-            union[tile * have + k] |= whole[k]
+            _add_range(prompts, source, row, min(row + n, span), part)
+            _add_range(prompts, source, np.int64(0), row + n - span, part)
+
+
+@compiled()
+def _add_block(
+    prompts: PromptRows, source: int, row: Any, stop: Any, block: int, union: Any
+) -> None:  # fmt: skip
+    """OR the union that is kept as a trace request's ``block`` into another one: of its prompt rows
+    from ``row`` to ``stop``."""
+    at = prompts.first_block[source] + block
+    if not prompts.known[at]:
+        base = prompts.first_row[source]
+        _add_each(prompts.bits, base + row, base + stop, prompts.blocks[at])
+        prompts.known[at] = True
+    _add_each(prompts.blocks, at, at + 1, union)
 
 
 @compiled()
@@ -140,11 +154,7 @@ def _add_range(prompts: PromptRows, source: int, row: Any, stop: Any, union: Any
         if row > begin or stop < end:
             _add_each(prompts.bits, base + row, base + min(end, stop), union)
         else:
-            at = prompts.first_block[source] + row // size
-            if not prompts.known[at]:
-                _add_each(prompts.bits, base + begin, base + end, prompts.blocks[at])
-                prompts.known[at] = True
-            _add_each(prompts.blocks, at, at + 1, union)
+            _add_block(prompts, source, begin, end, row // size, union)
         row = end
 
 
