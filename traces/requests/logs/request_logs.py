@@ -55,7 +55,7 @@ class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
     path: Path
-    format: str  #: a name of `formats.FORMATS`, or the kind of table
+    format: str  #: a name of `formats.formats`, or the kind of table
     header: LogHeader  #: what the file says, and what of it was read
     #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
     arrival_s: Floats

@@ -123,7 +123,7 @@ def columns_of(
                 found |= {"time": chosen, "unit": key.partition("_")[2] or DATE}
             else:
                 found[key] = chosen
-        found |= {"succeeded": known.succeeded, "strict": known.strict}
+        found |= {"succeeded": (None, *known.succeeded), "strict": known.strict}
         found["ambiguous"] = known.ambiguous and found.get("time") == known.ambiguous
     for key, column in given.items():
         if key.startswith("time"):
