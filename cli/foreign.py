@@ -2,10 +2,10 @@
 comes from."""
 
 from eldr_sim.simulator.setup.config.launch import fields_named
-from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH_OPTIONS,
     EARLIER,
+    NAMES,
     OPTIONS,
     WITHOUT_EFFECT,
 )

@@ -34,7 +34,7 @@ from eldr_sim.simulator.setup.config.engine_rules import (
     prompt_graphs,
     rules_of,
 )
-from eldr_sim.simulator.setup.config.launch_names import NAMES
+from eldr_sim.simulator.setup.config.launch_options import NAMES
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
 

@@ -11,8 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.runs.sweep_spec import make_spec
 from eldr_sim.simulator.setup.config.launch_line import computes_all, cut
-from eldr_sim.simulator.setup.config.launch_names import NAMES
-from eldr_sim.simulator.setup.config.launch_options import OPTIONS
+from eldr_sim.simulator.setup.config.launch_options import NAMES, OPTIONS
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.prepare import prepare
 

@@ -28,9 +28,9 @@ from eldr_sim.simulator.setup.config.launch_line import (
     nested,
     options,
 )
-from eldr_sim.simulator.setup.config.launch_names import NAMES
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
+    NAMES,
     OPTIONS,
     SGLANG_MODES,
     VERSIONS,

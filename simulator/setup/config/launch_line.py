@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json
-from eldr_sim.simulator.setup.config.launch_names import NAMES
-from eldr_sim.simulator.setup.config.launch_options import BENCH, SHORT, full_name
+from eldr_sim.simulator.setup.config.launch_options import BENCH, NAMES, SHORT, full_name
 
 _ALLOWED = "options alone, vllm serve, python -m sglang.launch_server, trtllm-serve, or a benchmark"
 _BENCHES = "vllm bench serve, python -m sglang.bench_serving"
