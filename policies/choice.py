@@ -14,13 +14,9 @@ from eldr_sim.errors import InputError
 
 #: The decisions that a policy can make, and the field of a run's configuration that chooses it.
 FIELDS: dict[str, str] = {
-    "decode": "policy",
-    "prefill": "prefill_policy",
-    "queue": "queue_order",
-    "placement": "expert_placement",
-    "replica": "replica_choice",
-    "scaling": "autoscale",
-}
+    "decode": "policy", "prefill": "prefill_policy", "queue": "queue_order",
+    "placement": "expert_placement", "replica": "replica_choice", "scaling": "autoscale",
+}  # fmt: skip
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
 #: A class and the one above it, or what it says of itself.

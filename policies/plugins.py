@@ -147,17 +147,7 @@ def _moved(arguments: Any, found: Any) -> str:
 
 #: What foreign code is asked, and what says that its answer is none.
 _ANSWERS: dict[str, Callable[[Any, Any], str] | None] = {
-    "__init__": None,
-    "select": _worker,
-    "rules": None,
-    "on_complete": None,
-    "on_blocks": None,
-    "on_tokens": None,
-    "keys": _keys,
-    "place": _placement,
-    "update": _moved,
-    "choose": _slots,
-    "instances": None,
-    "begin": None,
-    "decide": _targets,
-}
+    "__init__": None, "select": _worker, "rules": None, "on_complete": None, "on_blocks": None,
+    "on_tokens": None, "keys": _keys, "place": _placement, "update": _moved, "choose": _slots,
+    "instances": None, "begin": None, "decide": _targets,
+}  # fmt: skip

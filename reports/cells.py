@@ -47,15 +47,10 @@ PLAN_COLUMNS = {
     "verdict": "verdict",
 }  # fmt: skip
 _PARAMETER_UNITS = {
-    "request_rate": "requests/s",
-    "output_len": "tokens",
-    "max_num_batched_tokens": "tokens",
-    "max_num_seqs": "requests",
-    "max_concurrency": "requests",
-    "num_requests": "requests",
-    "duration": "s",
-    "warmup": "s",
-}
+    "request_rate": "requests/s", "output_len": "tokens", "max_num_batched_tokens": "tokens",
+    "max_num_seqs": "requests", "max_concurrency": "requests", "num_requests": "requests",
+    "duration": "s", "warmup": "s",
+}  # fmt: skip
 
 
 def parameter_label(path: str) -> str:

@@ -16,13 +16,9 @@ TOKENIZED = ("model", "prompt", "messages", "add_special_tokens", "add_generatio
              "continue_final_message", "chat_template", "chat_template_kwargs",
              "tools")  # fmt: skip
 _NO_CACHE_YET = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
 
 
 class CompletionRequest(NamedTuple):

@@ -8,14 +8,10 @@ Mixer = Literal["full", "sliding", "state"]  #: how tokens of a layer see others
 MLP = Literal["dense", "moe", "none"]  #: what a layer has after that
 
 _MIXERS: dict[str, Mixer] = {
-    "full_attention": "full",
-    "attention": "full",
-    "deepseek_sparse_attention": "full",
-    "sliding_attention": "sliding",
-    "chunked_attention": "sliding",
-    "linear_attention": "state",
+    "full_attention": "full", "attention": "full", "deepseek_sparse_attention": "full",
+    "sliding_attention": "sliding", "chunked_attention": "sliding", "linear_attention": "state",
     "mamba": "state",
-}
+}  # fmt: skip
 _MLPS: dict[str, MLP] = {"dense": "dense", "sparse": "moe", "0": "dense", "1": "moe"}
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # of Nemotron-H
 

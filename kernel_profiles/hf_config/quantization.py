@@ -15,25 +15,13 @@ Part = Literal["attention", "state", "shared", "dense", "experts", "head"]
 
 #: ModelOpt's algorithms, and the words of others for the same.
 _ALGORITHMS = {
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
-    "FP8_PB_WO": "fp8_block",
-    "FP8_PB_REAL": "fp8_block",
-    "MXFP8": "mxfp8",
-    "NVFP4": "nvfp4",
-    "NVFP4_AWQ": "nvfp4",
-    "W4A8_NVFP4_FP8": "nvfp4",
-    "W4A16_NVFP4": "nvfp4_wo",
-    "MXFP4": "mxfp4",
-    "W4A8_MXFP4_FP8": "mxfp4",
-    "INT4_AWQ": "int4_g128",
-    "W4A16_AWQ": "int4_g128",
-    "W4A8_AWQ": "int4_g128",
-    "W4A16": "int4_g128",
-    "INT8_SQ": "int8",
-    "W8A8_SQ_PER_CHANNEL": "int8",
-    "W8A16": "int8_wo",
-}
+    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8_block",
+    "FP8_PB_REAL": "fp8_block", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4",
+    "W4A8_NVFP4_FP8": "nvfp4", "W4A16_NVFP4": "nvfp4_wo", "MXFP4": "mxfp4",
+    "W4A8_MXFP4_FP8": "mxfp4", "INT4_AWQ": "int4_g128", "W4A16_AWQ": "int4_g128",
+    "W4A8_AWQ": "int4_g128", "W4A16": "int4_g128", "INT8_SQ": "int8",
+    "W8A8_SQ_PER_CHANNEL": "int8", "W8A16": "int8_wo",
+}  # fmt: skip
 _METHODS = "none, fp8, mxfp4, gptq, awq, compressed-tensors, modelopt"
 _MATRICES = re.compile(r"(^|[._])(norm|layernorm|bias|A_log|conv1d|indexer\w*|gate|router)(\W|$)"
                        r"|norm|in_proj_[ab]\b|\bb_proj|dt_bias|shared_expert_gate")  # fmt: skip

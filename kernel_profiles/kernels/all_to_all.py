@@ -61,13 +61,9 @@ Library = Literal["sglang", "vllm"]  #: who measured DeepEP's kernels
 
 #: What a copy of a token is sent for; of ``allgather_alltoall``, where it does not gather.
 COPY_PER: dict[Backend, Literal["all", "rank", "expert", "node"]] = {
-    "allgather_reducescatter": "all",
-    "nccl_alltoall": "rank",
-    "allgather_alltoall": "rank",
-    "pplx": "expert",
-    "deepep_ll": "expert",
-    "deepep_ht": "node",
-}
+    "allgather_reducescatter": "all", "nccl_alltoall": "rank", "allgather_alltoall": "rank",
+    "pplx": "expert", "deepep_ll": "expert", "deepep_ht": "node",
+}  # fmt: skip
 
 #: Backends by which every rank knows all tokens of steps without prompts before it chooses.
 GATHERING: tuple[Backend, ...] = ("allgather_reducescatter", "allgather_alltoall")

@@ -25,13 +25,10 @@ _AXES: dict[Kind, tuple[str, ...]] = {
     "all_to_all": ("tokens",),
 }
 _NAMES: dict[str, str] = {
-    "moe": "MoE layer",
-    "gemm": "GEMM",
-    "attention_decode": "attention, decode",
-    "attention_prefill": "attention, prefill",
-    "collective": "collectives",
+    "moe": "MoE layer", "gemm": "GEMM", "attention_decode": "attention, decode",
+    "attention_prefill": "attention, prefill", "collective": "collectives",
     "all_to_all": "dispatch and combine",
-}
+}  # fmt: skip
 _START, _END = "<!-- errors: begin -->", "<!-- errors: end -->"
 
 

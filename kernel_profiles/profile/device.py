@@ -17,23 +17,13 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.profile.timing import CpuTimer, CudaTimer, Timer, require_torch
 
 _SMI_FIELDS = (
-    "driver_version",
-    "power.limit",
-    "power.max_limit",
-    "clocks.max.sm",
-    "clocks.max.memory",
-    "clocks.applications.graphics",
-    "ecc.mode.current",
-    "mig.mode.current",
-)
+    "driver_version", "power.limit", "power.max_limit", "clocks.max.sm", "clocks.max.memory",
+    "clocks.applications.graphics", "ecc.mode.current", "mig.mode.current",
+)  # fmt: skip
 #: What is noted beside each measurement.
 _STATE_FIELDS = (
-    "clocks.sm",
-    "clocks.mem",
-    "temperature.gpu",
-    "power.draw",
-    "clocks_event_reasons.active",
-)
+    "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active",
+)  # fmt: skip
 WARM_UP_S = 2.0  #: of a GPU before its first measurement
 _AMD_CACHE = 256 << 20  # Infinity Cache of an MI300X, which the driver does not report
 

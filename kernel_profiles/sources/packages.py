@@ -18,16 +18,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.library import version_numbers
 
 SYSTEMS = {
-    "H100": "h100_sxm",
-    "H200": "h200_sxm",
-    "A100": "a100_sxm",
-    "B200": "b200_sxm",
-    "B300": "b300_sxm",
-    "GB200": "gb200",
-    "GB300": "gb300",
-    "L40S": "l40s",
+    "H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm", "B200": "b200_sxm",
+    "B300": "b300_sxm", "GB200": "gb200", "GB300": "gb300", "L40S": "l40s",
     "RTX PRO 6000": "rtx_pro_6000_server",
-}
+}  # fmt: skip
 """GPUs that can be imported, and their folder in the packages."""
 
 #: Modules that hold tables, and their distributions; the first comes first.

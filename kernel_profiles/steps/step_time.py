@@ -327,12 +327,9 @@ def _tabulate(
 
 #: Parts of a step that a component's times are in.
 _OF_STEP = {
-    "moe": ("moe",),
-    "attention": ("attention",),
-    "linear_attention": ("attention",),
-    "gemm": ("dense", "head"),
-    "collectives": ("collectives",),
-}
+    "moe": ("moe",), "attention": ("attention",), "linear_attention": ("attention",),
+    "gemm": ("dense", "head"), "collectives": ("collectives",),
+}  # fmt: skip
 _TYPICAL = 16  #: sequences of the decode step whose shares are named
 
 

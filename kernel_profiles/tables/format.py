@@ -34,13 +34,10 @@ Provenance = Literal["measured", "imported", "published", "fitted", "derived", "
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)  #: from strongest to weakest
 #: What a reader is told beside a label.
 IN_WORDS: dict[str, str] = {
-    "measured": "on this device",
-    "imported": "measured by others",
-    "published": "in a paper or log",
-    "fitted": "to end-to-end figures",
-    "derived": "from such by a rule",
-    "roofline": "by arithmetic",
-}
+    "measured": "on this device", "imported": "measured by others",
+    "published": "in a paper or log", "fitted": "to end-to-end figures",
+    "derived": "from such by a rule", "roofline": "by arithmetic",
+}  # fmt: skip
 
 Kind = Literal[
     "moe",
@@ -83,19 +80,10 @@ _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
 #: Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it.
 MOE_DTYPES = {
-    "bfloat16": "bfloat16",
-    "fp8": "fp8",
-    "fp8_block": "fp8_block",
-    "mxfp4": "w4a16_mxfp4",
-    "int4": "int4_wo",
-    "nvfp4": "nvfp4",
-    "nvfp4_wo": "w4a16_nvfp4",
-    "int4_g64": "int4_wo_g64",
-    "int4_g128": "int4_wo_g128",
-    "int8": "int8",
-    "int8_wo": "int8_wo",
-    "mxfp8": "mxfp8",
-}
+    "bfloat16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4",
+    "int4": "int4_wo", "nvfp4": "nvfp4", "nvfp4_wo": "w4a16_nvfp4", "int4_g64": "int4_wo_g64",
+    "int4_g128": "int4_wo_g128", "int8": "int8", "int8_wo": "int8_wo", "mxfp8": "mxfp8",
+}  # fmt: skip
 
 
 def dtypes_of(kind: Kind) -> dict[str, Any]:
@@ -413,31 +401,13 @@ def engine_step_shape(n_layers: int, hidden: int, vocab: int) -> dict[str, int]:
 
 
 _LETTERS = {
-    "hidden_size": "h",
-    "expert_intermediate_size": "i",
-    "n_experts": "e",
-    "top_k": "k",
-    "expert_parallel_size": "ep",
-    "n_heads": "q",
-    "n_kv_heads": "kv",
-    "head_dim": "d",
-    "window": "w",
-    "index_heads": "x",
-    "index_topk": "t",
-    "v_head_dim": "dv",
-    "value_head_dim": "lw",
-    "kda": "kda",
-    "matrices": "mm",
-    "compression": "m",
-    "n_key_heads": "lk",
-    "n_value_heads": "lv",
-    "n_layers": "l",
-    "vocab_size": "v",
-    "n_nodes": "n",
-    "q_lora_rank": "r",
-    "kv_lora_rank": "c",
-    "kv_bits": "b",
-}
+    "hidden_size": "h", "expert_intermediate_size": "i", "n_experts": "e", "top_k": "k",
+    "expert_parallel_size": "ep", "n_heads": "q", "n_kv_heads": "kv", "head_dim": "d",
+    "window": "w", "index_heads": "x", "index_topk": "t", "v_head_dim": "dv",
+    "value_head_dim": "lw", "kda": "kda", "matrices": "mm", "compression": "m",
+    "n_key_heads": "lk", "n_value_heads": "lv", "n_layers": "l", "vocab_size": "v", "n_nodes": "n",
+    "q_lora_rank": "r", "kv_lora_rank": "c", "kv_bits": "b",
+}  # fmt: skip
 
 
 def table_name(metadata: TableMetadata) -> str:

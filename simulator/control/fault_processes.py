@@ -105,10 +105,5 @@ def _link(acts: Acts, fault: Fault, engines: range) -> Iterator[_Deed]:
 
 
 _DEEDS = {
-    "fail": _fail,
-    "join": _join,
-    "hang": _hang,
-    "drain": _drain,
-    "slow": _slow,
-    "link": _link,
-}
+    "fail": _fail, "join": _join, "hang": _hang, "drain": _drain, "slow": _slow, "link": _link,
+}  # fmt: skip

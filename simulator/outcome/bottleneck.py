@@ -28,17 +28,12 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 
 #: By the time that ends it: what a request does until then. It waits in those marked.
 PHASES: dict[str, tuple[str, bool]] = {
-    "sent_s": ("client's limit", True),
-    "tokenized_s": ("front end", True),
-    "load_start_s": ("prefill queue", True),
-    "prefill_start_s": ("KV load", True),
-    "prefill_end_s": ("prefill", False),
-    "transfer_start_s": ("decode admission", True),
-    "transfer_end_s": ("KV transfer", True),
-    "decode_start_s": ("decode queue", True),
-    "first_token_s": ("first decode step", False),
-    "finish_s": ("decode", False),
-}
+    "sent_s": ("client's limit", True), "tokenized_s": ("front end", True),
+    "load_start_s": ("prefill queue", True), "prefill_start_s": ("KV load", True),
+    "prefill_end_s": ("prefill", False), "transfer_start_s": ("decode admission", True),
+    "transfer_end_s": ("KV transfer", True), "decode_start_s": ("decode queue", True),
+    "first_token_s": ("first decode step", False), "finish_s": ("decode", False),
+}  # fmt: skip
 #: Places that not every run has, and when a request of one without them passes them.
 WITHOUT = {"tokenized_s": "sent_s", "load_start_s": "prefill_start_s"}
 _IN_LINE = (OPEN, COMPLETED, AFTER_WINDOW, OVERLOADED)

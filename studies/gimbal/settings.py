@@ -36,17 +36,10 @@ TTFT, P99, TPOT, THROUGHPUT = (
 _POOL = 60_000  # requests that lengths are drawn for
 
 FIELDS: dict[str, Any] = {
-    "frontend": "none",
-    "topology": "1C",
-    "data_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "gpu": "A100-80GB",
-    "model": "Qwen3-30B-A3B",
-    "all2all_backend": "pplx",
-    "enable_prefix_caching": False,
-    "signal_interval_ms": 100.0,
-    "output_len": "recorded",
-}
+    "frontend": "none", "topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True,
+    "gpu": "A100-80GB", "model": "Qwen3-30B-A3B", "all2all_backend": "pplx",
+    "enable_prefix_caching": False, "signal_interval_ms": 100.0, "output_len": "recorded",
+}  # fmt: skip
 
 
 class System(NamedTuple):

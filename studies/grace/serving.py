@@ -20,12 +20,9 @@ from studies.grace.figures import TWO_BY_TWO
 from studies.grace.settings import write_gpu
 
 _GROUP: dict[str, Any] = {
-    "frontend": "none",
-    "data_parallel_size": TWO_BY_TWO.n_ranks,
-    "enable_expert_parallel": True,
-    "gpus_per_node": TWO_BY_TWO.gpus_per_node,
-    "all2all_backend": "deepep_ht",
-}
+    "frontend": "none", "data_parallel_size": TWO_BY_TWO.n_ranks, "enable_expert_parallel": True,
+    "gpus_per_node": TWO_BY_TWO.gpus_per_node, "all2all_backend": "deepep_ht",
+}  # fmt: skip
 #: Redundant experts and the choice of instances.
 REPLICAS = (*((n, "local_first") for n in (0, 8, 16, 32, 64)), *((n, "weighted") for n in (16, 64)))
 _RATE, _PROMPT, _OUTPUT = 24.0, 1024, 384

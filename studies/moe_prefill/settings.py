@@ -30,12 +30,9 @@ PAPERS_BUDGET = 2048
 THROUGHPUT, COMPUTED, MFU = "prefill_throughput", "computed_prompt_throughput", "prefill_mfu"
 #: Fields of every run: recorded routing, tiled; room for Table 2's longest prompts.
 COMMON: dict[str, Any] = {
-    "frontend": "none",
-    "trace": "reference-moe",
-    "max_model_len": 131_200,
-    "max_num_seqs": 1024,
+    "frontend": "none", "trace": "reference-moe", "max_model_len": 131_200, "max_num_seqs": 1024,
     "prefill_policy": "least_loaded",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,12 @@ DESCRIPTION_FILE = "training.json"
 """File with a checkpoint's training: its documents, their split, and its figures."""
 
 _FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "num_experts": "n_experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_size",
-    "max_position_embeddings": "context",
-    "rope_theta": "rope_theta",
-    "rms_norm_eps": "norm_eps",
-}
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "head_dim": "head_dim",
+    "num_experts": "n_experts", "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_size", "max_position_embeddings": "context",
+    "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps",
+}  # fmt: skip
 
 
 def save_checkpoint(model: Qwen3Moe, tokenizer: Tokenizer, folder: Path) -> None:

@@ -70,12 +70,8 @@ REPEATABILITY = {"tpot": (0.8, 8.7), "ttft": (3.9, 15.0)}
 
 #: Columns whose values make a group of rows.
 GROUPS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("gpu",),
-    ("gpu", "kind"),
-    ("gpu", "tensor_parallel_size"),
-    ("concurrency",),
-)
+    (), ("gpu",), ("gpu", "kind"), ("gpu", "tensor_parallel_size"), ("concurrency",),
+)  # fmt: skip
 
 #: Share of multi-token prediction's drafts that are accepted where the one before is. Nobody
 #: published it for these prompts: that of each engine's row of 4 streams with 1k prompts and

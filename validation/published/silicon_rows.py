@@ -31,13 +31,9 @@ from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.published import launch_scripts
 
 GPUS = {
-    "h100_sxm": "H100",
-    "h200_sxm": "H200",
-    "b200_sxm": "B200",
-    "b300_sxm": "B300",
-    "gb200": "GB200",
-    "gb300": "GB300",
-}
+    "h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200", "b300_sxm": "B300",
+    "gb200": "GB200", "gb300": "GB300",
+}  # fmt: skip
 #: Where ``dp-attn: true`` was configured for NVFP4 MiniMax-M2.5 on 2 GPUs: GPU, first and last day,
 #: prompt length, lowest and highest concurrency (InferenceX 79bd988e9, 13962fcfa, 22d0f12f7,
 #: 633fd2377).

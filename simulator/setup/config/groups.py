@@ -511,20 +511,12 @@ class OutputConfig(Fields):
 
 #: The groups of a configuration, by the attribute that holds each.
 GROUPS: dict[str, type[Fields]] = {
-    "policies": PolicyConfig,
-    "requests": WorkloadConfig,
-    "routing": RoutingConfig,
-    "cluster": ClusterConfig,
-    "engine": EngineConfig,
-    "kv": KVTierConfig,
-    "scheduler": SchedulerConfig,
-    "steps": StepConfig,
-    "front_end": FrontEndConfig,
-    "experts": ExpertsConfig,
-    "faults": FaultConfig,
-    "scaling": ScalingConfig,
+    "policies": PolicyConfig, "requests": WorkloadConfig, "routing": RoutingConfig,
+    "cluster": ClusterConfig, "engine": EngineConfig, "kv": KVTierConfig,
+    "scheduler": SchedulerConfig, "steps": StepConfig, "front_end": FrontEndConfig,
+    "experts": ExpertsConfig, "faults": FaultConfig, "scaling": ScalingConfig,
     "output": OutputConfig,
-}
+}  # fmt: skip
 #: The group of every field. A field has one name in all groups, which is what users type.
 GROUP_OF = {name: title for title, group in GROUPS.items() for name in group.model_fields}
 #: Every field of a configuration.

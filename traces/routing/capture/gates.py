@@ -15,18 +15,12 @@ Scores = Literal["softmax", "sigmoid", "probability"]
 
 #: Kind of the scores, by the gate's class name in ``transformers.models``.
 GATES: dict[str, Scores] = {
-    "DeepseekV2TopkRouter": "softmax",
-    "DeepseekV3TopkRouter": "sigmoid",
-    "Gemma4TextRouter": "probability",
-    "Glm4MoeTopkRouter": "sigmoid",
-    "GptOssTopKRouter": "softmax",
-    "GraniteMoeTopKRouter": "softmax",
-    "MixtralTopKRouter": "softmax",
-    "OlmoeTopKRouter": "softmax",
-    "Qwen2MoeTopKRouter": "softmax",
-    "Qwen3MoeTopKRouter": "softmax",
-    "Qwen3NextTopKRouter": "softmax",
-}
+    "DeepseekV2TopkRouter": "softmax", "DeepseekV3TopkRouter": "sigmoid",
+    "Gemma4TextRouter": "probability", "Glm4MoeTopkRouter": "sigmoid",
+    "GptOssTopKRouter": "softmax", "GraniteMoeTopKRouter": "softmax",
+    "MixtralTopKRouter": "softmax", "OlmoeTopKRouter": "softmax", "Qwen2MoeTopKRouter": "softmax",
+    "Qwen3MoeTopKRouter": "softmax", "Qwen3NextTopKRouter": "softmax",
+}  # fmt: skip
 
 _SUPPORTED = "models with " + ", ".join(GATES)
 

@@ -25,16 +25,10 @@ from eldr_sim.inputs import DOCUMENT_LIMIT, array_limit, check_archive, regular_
 from eldr_sim.traces.routing.gate_scores import GateScores
 
 _STORAGES = {
-    "ByteStorage": np.uint8,
-    "CharStorage": np.int8,
-    "ShortStorage": np.int16,
-    "IntStorage": np.int32,
-    "LongStorage": np.int64,
-    "HalfStorage": np.float16,
-    "FloatStorage": np.float32,
-    "DoubleStorage": np.float64,
-    "BoolStorage": np.bool_,
-}
+    "ByteStorage": np.uint8, "CharStorage": np.int8, "ShortStorage": np.int16,
+    "IntStorage": np.int32, "LongStorage": np.int64, "HalfStorage": np.float16,
+    "FloatStorage": np.float32, "DoubleStorage": np.float64, "BoolStorage": np.bool_,
+}  # fmt: skip
 
 
 _LONGEST = 1 << 32  # of a side of a tensor without values

@@ -346,12 +346,8 @@ def _read_fingerprint(path: Path) -> dumps.ImportedRouting:
 
 
 READERS: dict[str, Callable[[Path], dumps.ImportedRouting]] = {
-    "npz": _read_npz,
-    "parquet": _read_parquet,
-    "routed_experts": _read_routed_experts,
-    "fingerprint": _read_fingerprint,
-    "sglang": dumps.read_sglang,
-    "moe_trace": dumps.read_moe_trace,
-    "moe_beyond": dumps.read_moe_beyond,
-}
+    "npz": _read_npz, "parquet": _read_parquet, "routed_experts": _read_routed_experts,
+    "fingerprint": _read_fingerprint, "sglang": dumps.read_sglang,
+    "moe_trace": dumps.read_moe_trace, "moe_beyond": dumps.read_moe_beyond,
+}  # fmt: skip
 """Reader of each format; each raises InputError if what it reads is not of it."""

@@ -25,16 +25,10 @@ from eldr_sim.validation.live.live_run import LoadInfo
 
 #: Dimensions of the model that the report was made with: 411 M parameters.
 SHAPE = {
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "moe_intermediate_size": 512,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
+    "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8,
     "vocab_size": 2048,
-}
+}  # fmt: skip
 DOMAINS = ("code", "math", "medical", "legal")
 _FIRST_TOKEN = 4  # the special tokens come before
 _SCALE = 0.05

@@ -24,12 +24,9 @@ SETUPS = ("colocated", "1P1D", "1P2D")  #: set-ups that a full campaign has
 POLICIES = ("round_robin", "jsq", "eldr")
 #: Largest error of each figure, %; an error within the live noise floor also passes.
 GOALS = {
-    "decode step median": 5.0,
-    "decode step p90": 10.0,
-    "tpot p50": 5.0,
-    "tpot p99": 5.0,
+    "decode step median": 5.0, "decode step p90": 10.0, "tpot p50": 5.0, "tpot p99": 5.0,
     "ttft p50": 10.0,
-}
+}  # fmt: skip
 PARTS = ("moe", "attention", "rest")  #: parts of a step
 #: What queue orders are compared by.
 FIGURES = ("mean wait", "mean TTFT", "p99 TTFT", "TTFT of the longest 5% of prompts")
