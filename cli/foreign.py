@@ -14,54 +14,37 @@ from eldr_sim.simulator.setup.config.spellings import spellings
 _PRECISION = ("the precision comes with the model: --model NAME-FP8 or -NVFP4 (`eldr-sim models`), "
               "or the config.json of a quantized checkpoint")  # fmt: skip
 _NOTHING = "nothing that is simulated depends on it: leave it out"
-#: By option without dashes, underscores between words: what to write, or why there is none.
-_SAID = {
-    "quantization": _PRECISION,
-    "quantize": _PRECISION,
-    "dtype": f"{_PRECISION}; that of the KV cache is --kv-cache-dtype",
-    "compute_dtype": _PRECISION,
-    "gpu_type": "--gpu",
-    "gpu_name": "--gpu",
-    "device": "--gpu",
-    "num_gpus": "--topology and --tensor-parallel-size",
-    "n_gpus": "--topology and --tensor-parallel-size",
-    "nnodes": "--topology and --tensor-parallel-size",
-    "num_replicas": "--topology, such as 4C for four workers",
-    "replicas": "--topology, such as 4C for four workers",
-    "num_workers": "--topology, such as 4C for four workers",
-    "backend": "--engine",
-    "framework": "--engine",
-    "dataset_name": "--workload",
-    "dataset_path": "--workload FILE",
-    "dataset": "--workload",
-    "trace_file": "--workload FILE",
-    "isl": "--input-len",
-    "osl": "--output-len",
-    "prompt_len": "--input-len",
-    "prompt_tokens": "--input-len",
-    "max_tokens": "--output-len",
-    "output_tokens": "--output-len",
-    "concurrency": "--max-concurrency",
-    "rate": "--request-rate",
-    "qps": "--request-rate",
-    "rps": "--request-rate",
-    "swap_space": "preempted requests are computed again, as vLLM does since 0.8; --kv-tier keeps "
-    "KV blocks in the memory of the host",
-    "cpu_offload_gb": "--kv-tier",
-    "kv_transfer_config": "--kv-transfer",
-    "num_speculative_tokens": "--speculative-config",
-    "speculative_model": "--speculative-config",
-    "speculative_algorithm": "--speculative-config",
-    "enable_chunked_prefill": "prompts are always computed in chunks; --max-num-batched-tokens is "
-    "their budget",
-    "model_path": "--model",
-    "rope_scaling": "--max-model-len",
-    "hf_overrides": "--model, with a config.json that says so",
-    "ttft_slo": "--goodput ttft:MS",
-    "slo": "--goodput, such as ttft:500,tpot:50",
-    "attention_backend": "the fastest kernels that were measured are taken; --tables takes yours",
-    "compilation_config": "CUDA graphs are on; --enforce-eager turns them off",
-}
+#: What to write, or why there is nothing to write, and the options in whose place: without dashes,
+#: underscores between words.
+_WAYS = {
+    _PRECISION: "quantization quantize compute_dtype",
+    f"{_PRECISION}; that of the KV cache is --kv-cache-dtype": "dtype",
+    "--gpu": "gpu_type gpu_name device",
+    "--topology and --tensor-parallel-size": "num_gpus n_gpus nnodes",
+    "--topology, such as 4C for four workers": "num_replicas replicas num_workers",
+    "--engine": "backend framework",
+    "--workload": "dataset_name dataset",
+    "--workload FILE": "dataset_path trace_file",
+    "--input-len": "isl prompt_len prompt_tokens",
+    "--output-len": "osl max_tokens output_tokens",
+    "--max-concurrency": "concurrency",
+    "--request-rate": "rate qps rps",
+    "preempted requests are computed again, as vLLM does since 0.8; --kv-tier keeps KV blocks in "
+    "the memory of the host": "swap_space",
+    "--kv-tier": "cpu_offload_gb",
+    "--kv-transfer": "kv_transfer_config",
+    "--speculative-config": "num_speculative_tokens speculative_model speculative_algorithm",
+    "prompts are always computed in chunks; --max-num-batched-tokens is their budget":
+        "enable_chunked_prefill",
+    "--model": "model_path",
+    "--max-model-len": "rope_scaling",
+    "--model, with a config.json that says so": "hf_overrides",
+    "--goodput ttft:MS": "ttft_slo",
+    "--goodput, such as ttft:500,tpot:50": "slo",
+    "the fastest kernels that were measured are taken; --tables takes yours": "attention_backend",
+    "CUDA graphs are on; --enforce-eager turns them off": "compilation_config",
+}  # fmt: skip
+_SAID = {name: way for way, names in _WAYS.items() for name in names.split()}
 
 
 def instead_of(name: str) -> str:
