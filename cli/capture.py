@@ -89,9 +89,8 @@ _generation_options = together(
 @_generation_options
 @option("--batch-size", int, "Number of prompts generated together.", default=8)
 @option("--device", ["cpu", "cuda"], "Device that runs the model.", default="cpu")
-@option(
-    "--gate-scores", bool, "Record the gate's scores, too, summed over each prompt (ELDR 4.2.3)."
-)
+@option("--gate-scores", bool, "Record the gate's scores, too, summed over each prompt (ELDR "
+        "4.2.3).")  # fmt: skip
 @_trace_options
 def transformers(
     model: str,

@@ -59,18 +59,16 @@ _OF_EXPERTS = ("domain", "eldr")
 
 @click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
 @option("--policy --policies policies", None, "Decode policies to compare, with parameters as in "
-    "eldr:tau=0.2; a list, or repeat the option. round_robin is added as the reference.",
-    multiple=True,
-        show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
-        metavar="NAME,NAME,...",
+        "eldr:tau=0.2; a list, or repeat the option. round_robin is added as the reference.",
+        multiple=True, show_default="random,round_robin,jsq,p2c, and domain,eldr where the model "
+        "has experts", metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
 @option("--seeds", int, "Number of seeds, counted from --seed.", default=5)
 @jobs_option
 @option("--drafts", None, "Compare numbers of drafts of --speculative-config, under the first "
     "policy; 0 (no drafts) is always included.", metavar="N,N,...")  # fmt: skip
 @option("--concurrencies", None, "Numbers of requests in flight at which --drafts compares.  "
-    "[default: 1,4,16,64]",
-        metavar="N,N,...")  # fmt: skip
+        "[default: 1,4,16,64]", metavar="N,N,...")  # fmt: skip
 @option("--vary axes", None, "Compare values of a field instead, under the first policy: "
         "topology=2C,1P1D, model=NAME,NAME-FP8, decode.gpu=H100,H200. Repeat for every "
         "combination. --topology, --model and --gpu also take lists.", multiple=True,

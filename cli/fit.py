@@ -33,17 +33,11 @@ from eldr_sim.policies.eldr.signature import (
 @option("--layer-mask", None, "Layers of the signature: chosen greedily by rho, all, or the ones "
         "given.", default="greedy", metavar="greedy|all|N,N,...")  # fmt: skip
 @option("--clustering", None, "Clustering of the signatures: balanced (Hungarian) or vanilla "
-        "K-means.", default="balanced",
-        metavar="|".join(METHODS))  # fmt: skip
+        "K-means.", default="balanced", metavar="|".join(METHODS))  # fmt: skip
 @option("--seedings", IntRange(1, 1000), "Number of starts of the clustering; the best result is "
-        "kept.",
-        default=FitOptions().seedings)  # fmt: skip
-@option(
-    "--rounds",
-    IntRange(1, 10_000),
-    "Maximum number of rounds of the clustering.",
-    default=FitOptions().rounds,
-)
+        "kept.", default=FitOptions().seedings)  # fmt: skip
+@option("--rounds", IntRange(1, 10_000), "Maximum number of rounds of the clustering.",
+        default=FitOptions().rounds)  # fmt: skip
 @option("--mask-pairs", IntRange(3, 10_000_000), "Pairs of requests, drawn with replacement, that "
         "rho is measured on.", default=FitOptions().mask_pairs)  # fmt: skip
 @option("--seed", int, "Seed of the fit.", default=0)

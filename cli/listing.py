@@ -277,9 +277,8 @@ def list_tables(words: tuple[str, ...]) -> None:
         shell_complete=complete(gpu_names))  # fmt: skip
 @model_option("Import only tables of this model's shapes.  [default: all]", default=None)
 @parallel_options("tables")
-@option(
-    "--data-parallel-size", int, "Number of engines that share experts.", default=1, metavar="N"
-)
+@option("--data-parallel-size", int, "Number of engines that share experts.", default=1,
+        metavar="N")  # fmt: skip
 @option("--engine", None, "Engine to import kernels of (vllm, sglang, trtllm), and the "
         "newest version to take. Kernels without rows for it are taken from another "
         "engine.", default="vllm", metavar="NAME[==VERSION]")  # fmt: skip

@@ -42,13 +42,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "s
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS, context_settings=_SETTINGS)
 @click.version_option(package_name="eldr-sim")
-@click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    callback=lambda _context, _option, given: show_tracebacks() if given else None,
-    help="Print the traceback of an error, too.",
-)
+@click.option("--debug", is_flag=True, expose_value=False,
+        callback=lambda _context, _option, given: show_tracebacks() if given else None,
+        help="Print the traceback of an error, too.")  # fmt: skip
 def cli() -> None:
     """Simulate clusters that serve language models, on per-token expert routing.
 

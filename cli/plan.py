@@ -58,11 +58,9 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option("--max-gpus", int, "Maximum number of GPUs of a cluster.", default=_MAX_GPUS)
 @option("--price", None, "Price of a GPU-hour by GPU, dollars: h100=2.5.", metavar="GPU=PRICE,...")
 @option(f"{TENSOR_PARALLEL_SIZE} sizes", None, "Numbers of GPUs per worker to choose from, for "
-    "each pool.  "
-        "[default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
-@option("--data-parallel-size -dp --dp engines", None, "Numbers of engines per worker, which "
-    "share experts, to choose from, for each pool.  [default: 1; MLA and large MoE models: 1 and "
-    "8]",
+        "each pool.  [default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
+@option("--data-parallel-size -dp --dp engines", None, "Numbers of engines per worker, which share "
+        "experts, to choose from, for each pool.  [default: 1; MLA and large MoE models: 1 and 8]",
         metavar="N,...")  # fmt: skip
 @option("--ffn-ranks", None, "Numbers of separate GPUs for the experts of a decode worker to "
     "choose from.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
@@ -74,8 +72,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "all2all_backend=deepep_ll,pplx. Repeat for more: every combination is searched.",
         multiple=True, metavar="FIELD=VALUE,...")  # fmt: skip
 @option("--prefill-only", bool, "Plan prefill workers alone: their strategy, token budget and "
-    "chunks. "
-        "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
+        "chunks. Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
 @option("--strategy strategies", None, "With --prefill-only: ways to spread the model over the "
     "GPUs of a worker: async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...",
         common=False)  # fmt: skip
@@ -87,20 +84,15 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
         metavar="N")  # fmt: skip
-@option(
-    "--knobs",
-    bool,
-    "With --gpus: ablation of each choice, alone and beside the others.",
-    common=False,
-)
+@option("--knobs", bool, "With --gpus: ablation of each choice, alone and beside the others.",
+        common=False)  # fmt: skip
 @option("--why-not", None, "Explain why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
         "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
         metavar="xPyD:SIZES", common=False)  # fmt: skip
 @option("--sensitivity", bool, "Report which inputs would change the answer if 10% off.",
         common=False)  # fmt: skip
-@option(
-    "--seeds", int, "Maximum number of seeds per cluster; fewer are run if they suffice.", default=8
-)
+@option("--seeds", int, "Maximum number of seeds per cluster; fewer are run if they suffice.",
+        default=8)  # fmt: skip
 @jobs_option
 @run_options(
     without=(

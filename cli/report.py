@@ -23,9 +23,8 @@ from eldr_sim.reports.page import write_report
 
 
 @click.command(short_help="Make one HTML page of results.")
-@click.argument(
-    "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path)
-)
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...",
+        type=click.Path(path_type=Path))  # fmt: skip
 @writes("--out", Path, "HTML file to write.", default=Path("report.html"), metavar="FILE")
 @option("--force", bool, "Replace the file in --out.")
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
@@ -93,9 +92,8 @@ _OTHERS = ("model", "gpu", "workload", "engine", "topology", "tensor_parallel_si
         "more.", multiple=True, metavar="NAME")  # fmt: skip
 @option("--point-timeout", FloatRange(0.0, min_open=True), "Maximum time for a point, s.",
         default=120.0, metavar="S")  # fmt: skip
-@option("--point-memory-gib", FloatRange(0.5), "Maximum memory of a process that computes "
-        "points, GiB.",
-        default=4.0, metavar="GIB")  # fmt: skip
+@option("--point-memory-gib", FloatRange(0.5), "Maximum memory of a process that computes points, "
+        "GiB.", default=4.0, metavar="GIB")  # fmt: skip
 @option("--point-requests", IntRange(1), "Maximum number of requests in a point.", default=20_000,
         metavar="N")  # fmt: skip
 @run_options()

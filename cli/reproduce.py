@@ -34,9 +34,8 @@ _options = together(
 @_options
 @option("--measured", bool, "The cells that the authors measured on 24 MI300X and their Figures "
         "10, 11 and 13 to 16, as they number them; also errors and slope.")  # fmt: skip
-@option("--kernels", ["fitted", "derived"], "With --measured: MoE tables fitted to its "
-        "round-robin cells, or from public kernel figures alone.  "
-        "[default: fitted]")  # fmt: skip
+@option("--kernels", ["fitted", "derived"], "With --measured: MoE tables fitted to its round-robin "
+        "cells, or from public kernel figures alone.  [default: fitted]")  # fmt: skip
 def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
     """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
 

@@ -32,13 +32,8 @@ _BACKENDS = (
 @output("Folder for the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.", section=OUTPUT)
 @option("--verbose", bool, "Print all sources of the result's times and routing.", section=OUTPUT)
-@option(
-    "--backend",
-    ["compiled", "simpy", "vllm", "sglang"],
-    _BACKENDS,
-    default="compiled",
-    section=OUTPUT,
-)
+@option("--backend", ["compiled", "simpy", "vllm", "sglang"], _BACKENDS, default="compiled",
+        section=OUTPUT)  # fmt: skip
 def run(
     out: Path | None,
     force: bool,

@@ -53,20 +53,17 @@ _OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 @option("--lora-modules adapters", None, "Name of a LoRA adapter to serve, at the cost of the "
         "model; repeat for more.", multiple=True, metavar="NAME[=PATH]")  # fmt: skip
 @option("--speed", FloatRange(0.0, min_open=True), "Simulated seconds per second of wall-clock "
-        "time.", default=1.0,
-        metavar="X")  # fmt: skip
+        "time.", default=1.0, metavar="X")  # fmt: skip
 @option("--max-queue", IntRange(1), "Maximum number of waiting requests; others get 429.  "
         "[default: no limit]", metavar="N")  # fmt: skip
 @option("--ready-after ready_after_s", FloatRange(0.0), "Time until /health answers 200, s, as "
-        "while "
-        "an engine loads weights.", default=0.0, metavar="S")  # fmt: skip
+        "while an engine loads weights.", default=0.0, metavar="S")  # fmt: skip
 @option("--tokenizer", _FILE, "A tokenizer.json to count prompt tokens with.  [default: "
         "four characters per token]", metavar="FILE")  # fmt: skip
 @_http_options
 @option("--log", _FILE, "Append a line of JSON for each request, for --replay.", metavar="FILE")
-@option(
-    "--replay", _FILE, "Simulate the requests of a --log again, without a server.", metavar="LOG"
-)
+@option("--replay", _FILE, "Simulate the requests of a --log again, without a server.",
+        metavar="LOG")  # fmt: skip
 @output("Folder for the result of --replay.", "the result in --out")
 @run_options(seldom="requests")
 def serve(
@@ -158,11 +155,9 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
         "--prefill it also computes prompts.", multiple=True, required=True,
         metavar="URL")  # fmt: skip
 @option("--prefill prefill_urls", None, "URL of an engine that computes prompts and hands KV "
-        "caches "
-        "over (NIXL); repeat for more.", multiple=True, metavar="URL")  # fmt: skip
-@option("--policy", None, "Policy that chooses the decode engine "
-        "(docs/router.md).", default="jsq", metavar="NAME[:P=V,...]",
-        shell_complete=complete(policies("decode")))  # fmt: skip
+        "caches over (NIXL); repeat for more.", multiple=True, metavar="URL")  # fmt: skip
+@option("--policy", None, "Policy that chooses the decode engine (docs/router.md).", default="jsq",
+        metavar="NAME[:P=V,...]", shell_complete=complete(policies("decode")))  # fmt: skip
 @option("--prefill-policy", None, "Policy that chooses the prefill engine.", default="least_loaded",
         metavar="NAME[:P=V,...]", shell_complete=complete(policies("prefill")))  # fmt: skip
 @option("--capture", None, "Folder of ELDR_SIM_CAPTURE of a prefill engine, for policies that "
@@ -181,22 +176,15 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 @_timed("token-timeout", 60.0, "Maximum time between two tokens of a stream, s.")
 @_timed("answer-timeout", 1800.0, "Maximum time for an answer that is not streamed, s.")
 @_timed("health-interval", 1.0, "Time between two checks of an engine's /health, s.")
-@_timed(
-    "health-timeout",
-    3.0,
-    "Maximum time for an answer of /health, s; an engine is ejected after two without.",
-)
+@_timed("health-timeout", 3.0, "Maximum time for an answer of /health, s; an engine is ejected "
+        "after two without.")  # fmt: skip
 @option("--signal-interval-ms", _SECONDS, "Time between two reads of the engines' /metrics, ms, "
         "for policies that use them.", default=100.0, metavar="MS")  # fmt: skip
 @_http_options
 @option("--max-answer-mib", _MIB, "Maximum size of an answer that is not streamed, MiB.",
         default=64.0, metavar="MIB")  # fmt: skip
-@option(
-    "--log",
-    click.Path(dir_okay=False),
-    "Append a line of JSON for each request, without content.",
-    metavar="FILE",
-)
+@option("--log", click.Path(dir_okay=False), "Append a line of JSON for each request, without "
+        "content.", metavar="FILE")  # fmt: skip
 def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **options: Any) -> None:
     """Route OpenAI's completions to real engines by a policy (docs/router.md).
 

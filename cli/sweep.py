@@ -34,8 +34,7 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 @option("--dry-run", bool, "Print the points without running them.")
 @option("--jobs", int, "Number of runs at a time.  [default: number of CPUs]", metavar="N")
 @option("--backend", [*get_args(Backend)], "Where to run: processes of this machine, or a Ray "
-        "cluster.",
-        default="joblib")  # fmt: skip
+        "cluster.", default="joblib")  # fmt: skip
 @option("--address", None, "Address of the Ray cluster.  [default: auto, the one on this machine]",
         metavar="auto|local|HOST:PORT")  # fmt: skip
 def sweep(

@@ -67,43 +67,23 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
         "or one of trace fit-synthetic. Of its shape only --layers may be changed.",
         metavar="NAME|FILE.npz")  # fmt: skip
 @writes("--out", Path, "Folder of the routing trace to write.", required=True)
-@option(
-    "--band",
-    [*BANDS],
-    "How much of the variance between requests the domain explains in the "
-    "preset.  [default: middle]",
-)
+@option("--band", [*BANDS], "How much of the variance between requests the domain explains in the "
+        "preset.  [default: middle]")  # fmt: skip
 @option("--layers", int, "Number of MoE layers.  [default: the model's]")
 @option("--experts", int, "Number of routed experts per layer.  [default: the model's]")
 @option("--top-k", int, "Number of experts per token and layer.  [default: the model's]")
-@option(
-    "--domains",
-    None,
-    "Domains to draw.  [default: those of --like, or of both workloads]",
-    metavar="NAME,NAME,...",
-)
+@option("--domains", None, "Domains to draw.  [default: those of --like, or of both workloads]",
+        metavar="NAME,NAME,...")  # fmt: skip
 @option("--set", None, "Strength of a term, e.g. task=2.5; docs/sources.md lists them. "
         "May be repeated.", multiple=True, metavar="NAME=VALUE")  # fmt: skip
 @option("--requests", int, "Number of requests to serve.  [default: 800]")
 @option("--calibration", int, "Number of requests that calibrate policies.  [default: 640]")
-@option(
-    "--prompt-len",
-    None,
-    "Prompt tokens of each request.  [default: 64, or as fitted]",
-    metavar="N|LOW:HIGH",
-)
-@option(
-    "--output-len",
-    None,
-    "Generated tokens of each request.  [default: 128, or as fitted]",
-    metavar="N|LOW:HIGH",
-)
-@option(
-    "--like",
-    None,
-    "Take domains, lengths and splits of the requests from this trace.",
-    metavar="NAME|DIR",
-)
+@option("--prompt-len", None, "Prompt tokens of each request.  [default: 64, or as fitted]",
+        metavar="N|LOW:HIGH")  # fmt: skip
+@option("--output-len", None, "Generated tokens of each request.  [default: 128, or as fitted]",
+        metavar="N|LOW:HIGH")  # fmt: skip
+@option("--like", None, "Take domains, lengths and splits of the requests from this trace.",
+        metavar="NAME|DIR")  # fmt: skip
 @option("--seed", int, "Seed of the draw.", default=0)
 @option("--force", bool, "Replace the trace in --out.")
 def synthesize(

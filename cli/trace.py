@@ -77,9 +77,8 @@ def formats() -> None:
 @click.argument("fleet", type=click.Path(path_type=Path))
 @option("--log", Path, "Log of the requests of the same time, as for --workload.",
         required=True, metavar="FILE")  # fmt: skip
-@option(
-    "--columns", None, "Columns of the log if its format is unknown, as for run.", metavar="SPEC"
-)
+@option("--columns", None, "Columns of the log if its format is unknown, as for run.",
+        metavar="SPEC")  # fmt: skip
 @option("--topology", None, "The cluster to run, such as 4C or 2P4D.", required=True,
         metavar="xC|xPyD")  # fmt: skip
 @option("--pool", None, "The pool that the workers of FLEET are in: prefill or decode.",
@@ -140,9 +139,8 @@ def incident(
 
 
 @trace.command()
-@click.argument(
-    "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
-)
+@click.argument("name", default=REFERENCE_TRACE, metavar="[NAME|DIR]",
+        shell_complete=complete(traces, "dir"))  # fmt: skip
 @option("--json as_json", bool, "Print all figures as JSON instead of tables.")
 @writes("--out", Path, "Folder for all figures: statistics.json and CSV files.")
 @plot_option
@@ -211,39 +209,20 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @writes("--out", Path, "Folder of the routing trace to write.", required=True)
 @option("--format", [*READERS], "Format of FILE.  [default: detected from the content]")
 @option("--model", None, "Model that the experts were recorded from.", required=True)
-@option(
-    "--experts n_experts",
-    int,
-    "Number of experts per layer, if FILE does not contain it.",
-    metavar="N",
-)
+@option("--experts n_experts", int, "Number of experts per layer, if FILE does not contain it.",
+        metavar="N")  # fmt: skip
 @option("--ranked", bool, "Treat the ids of a token as ordered by gate weight, highest first.")
 @option("--domain", None, "Domain of the requests, for formats without domains.", default="all")
 @option("--prompt-share", float, "Share of each request to use as its prompt, 0 to 1, if only "
-    "generated or only prompt tokens were recorded: 0.25.",
-        metavar="SHARE")  # fmt: skip
-@option(
-    "--encoding",
-    [*FILE_NAMES],
-    "Encoding of the ids: npy (plain) or xz (compressed).",
-    default="npy",
-)
-@option(
-    "--captured-by", None, "Tool that recorded the experts, for readers of results.", required=True
-)
-@option(
-    "--source-data",
-    None,
-    "Source of the text, with its licence, for readers of results.",
-    required=True,
-)
-@option(
-    "--notes",
-    None,
-    "Notes on the recording, shown with every result.",
-    default="",
-    show_default=False,
-)
+        "generated or only prompt tokens were recorded: 0.25.", metavar="SHARE")  # fmt: skip
+@option("--encoding", [*FILE_NAMES], "Encoding of the ids: npy (plain) or xz (compressed).",
+        default="npy")  # fmt: skip
+@option("--captured-by", None, "Tool that recorded the experts, for readers of results.",
+        required=True)  # fmt: skip
+@option("--source-data", None, "Source of the text, with its licence, for readers of results.",
+        required=True)  # fmt: skip
+@option("--notes", None, "Notes on the recording, shown with every result.", default="",
+        show_default=False)  # fmt: skip
 @option("--provenance", ["recorded", "synthetic", "imported"], "Origin of the trace, as stated by "
     "results.", default="imported")  # fmt: skip
 @option("--calibration-fraction", float, "Share of each domain's requests that calibrate policies, "

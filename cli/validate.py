@@ -125,13 +125,9 @@ validate.add_command(bands)
 
 
 @validate.command(cls=GroupedCommand)
-@click.argument(
-    "results",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="RESULT.json...",
-)
+@click.argument("results", nargs=-1, required=True,
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        metavar="RESULT.json...")  # fmt: skip
 @run_options()
 @option("--steps", click.Path(path_type=Path, dir_okay=False, exists=True), "Forward-pass metrics "
     "of an engine, one JSON object per line, to compare with the predicted time of the same steps.",
@@ -197,9 +193,8 @@ def pd(out: Path | None, force: bool) -> None:
 
 
 @validate.command()
-@option("--requests", Path, "Folder replay_data of github.com/inference-sim/training, "
-        "commit c4f0340.",
-        required=True)  # fmt: skip
+@option("--requests", Path, "Folder replay_data of github.com/inference-sim/training, commit "
+        "c4f0340.", required=True)  # fmt: skip
 @writes("--out", Path, "Folder for the table of errors.")
 @option("--force", bool, "Replace the report in --out.")
 def mixtral(requests: Path, out: Path | None, force: bool) -> None:
@@ -296,12 +291,10 @@ _OF_ENGINES = (
 @option("--dtype", None, "Data type of the weights, as vLLM names it.", default="bfloat16")
 @option(TENSOR_PARALLEL_SIZE, IntRange(1), "GPUs per engine.", default=1)
 @option("--max-model-len", IntRange(64), "Maximum length of a sequence, tokens.", default=2048)
-@option(
-    "--max-num-seqs", IntRange(1), "Maximum number of running requests of an engine.", default=32
-)
-@option(
-    "--max-num-batched-tokens", IntRange(64), "Maximum number of tokens in a step.", default=512
-)
+@option("--max-num-seqs", IntRange(1), "Maximum number of running requests of an engine.",
+        default=32)  # fmt: skip
+@option("--max-num-batched-tokens", IntRange(64), "Maximum number of tokens in a step.",
+        default=512)  # fmt: skip
 @option("--prompt-len", IntRange(4), "Prompt tokens where lengths are fixed; else their mean.",
         default=64)  # fmt: skip
 @option("--output-len", IntRange(2), "Output tokens where lengths are fixed; else their mean.",
@@ -317,28 +310,20 @@ _OF_ENGINES = (
         multiple=True)  # fmt: skip
 @option("--rate rates", FloatRange(0, min_open=True), "Request rate of a load, requests/s; "
         "repeat for more.", multiple=True)  # fmt: skip
-@option(
-    "--lengths",
-    ["recorded", "fixed"],
-    "Request lengths of --share and --rate loads.",
-    default="recorded",
-)
+@option("--lengths", ["recorded", "fixed"], "Request lengths of --share and --rate loads.",
+        default="recorded")  # fmt: skip
 @option("--burstiness", FloatRange(0, min_open=True), "Shape of the gamma distribution of the gaps "
         "between arrivals in --share and --rate loads: 1 is Poisson, less is burstier.",
         default=1.0)  # fmt: skip
-@option("--workload", click.Path(path_type=Path, dir_okay=False, exists=True),
-        "Request log to take lengths from, scaled to --prompt-len and --output-len.",
-        metavar="FILE")  # fmt: skip
+@option("--workload", click.Path(path_type=Path, dir_okay=False, exists=True), "Request log to "
+        "take lengths from, scaled to --prompt-len and --output-len.", metavar="FILE")  # fmt: skip
 @option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal, "
     "or of those of --texts. Default: equal.", metavar="NAME=WEIGHT,...")  # fmt: skip
 @option("--texts", click.Path(path_type=Path, file_okay=False, exists=True),
         "Folder of files DOMAIN.txt from which prompts are cut, by the model's tokenizer. "
         "Default: random tokens.", metavar="DIR")  # fmt: skip
-@option(
-    "--num-gpu-blocks-override",
-    IntRange(1),
-    "Number of KV blocks of an engine; a low number causes preemptions.",
-)
+@option("--num-gpu-blocks-override", IntRange(1), "Number of KV blocks of an engine; a low number "
+        "causes preemptions.")  # fmt: skip
 @option("--shortest-first", bool, "Repeat every load with the prompt's length as priority: "
     "shortest job first. Running engines must have been started with priorities on.")  # fmt: skip
 def vllm(
