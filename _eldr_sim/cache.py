@@ -252,7 +252,8 @@ def keep_folder(
 def _make_room(new: Path, limit: int) -> None:
     """Remove files until the limit is kept, but never ``new``: what killed processes left and
     compiled code that was not used for a week, then bit sets, which take a second to make, then of
-    the other parts the items used longest ago, each whole. Files being written count."""
+    the other parts the items used longest ago, each whole. Files being written count. New bit sets
+    remove no more than other bit sets: if large they stand above the limit until others come."""
     home = new.parents[1]
     now = time.time()
     items: dict[Path, list[CacheFile]] = {}
@@ -264,7 +265,8 @@ def _make_room(new: Path, limit: int) -> None:
     last = {path: max(file.used_s for file in item) for path, item in items.items()}
     for path in sorted(items, key=lambda path: (path.parent.name != BITSETS, last[path])):
         unfinished = path.name.startswith(".")
-        gone = now - last[path] > _ABANDONED_S if unfinished else left > limit
+        spared = new.parent.name == BITSETS != path.parent.name
+        gone = now - last[path] > _ABANDONED_S if unfinished else left > limit and not spared
         if path != new and gone:
             old += items[path]
             left -= sum(file.size for file in items[path])

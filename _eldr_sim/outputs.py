@@ -13,6 +13,8 @@ from eldr_sim.errors import InputError
 
 #: What this command has begun to move to its place, with its inode number, in order.
 _moved: list[tuple[Path, int]] = []
+#: What goes with this process.
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 #: The field of files in the user's cache, which are not output.
 CACHE = "cache"
 
@@ -24,7 +26,15 @@ def forget_written() -> None:
 
 def written() -> list[Path]:
     """Return the files and folders that this command has written whole, in order."""
-    return [path for path, inode in _moved if path.exists() and path.stat().st_ino == inode]
+    left = [path for path, inode in _moved if path.exists() and path.stat().st_ino == inode]
+    return [at for at in left if not any(at.is_relative_to(own.name) for own in _folders)]
+
+
+def process_folder(what: str) -> Path:
+    """Make a temporary folder that lasts as long as this process: what is in it is not output.
+    ``what`` is in it: a part of its name."""
+    _folders.append(tempfile.TemporaryDirectory(prefix=f"eldr-sim-{what}-"))
+    return Path(_folders[-1].name)
 
 
 def _move(temporary: Path, out: Path) -> None:

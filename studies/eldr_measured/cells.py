@@ -8,18 +8,17 @@ What is fitted to cells: the `published` MoE tables of MI300X to the median TPOT
 Figures 10 and 11, and the host's launch times to the TTFT of ``rr`` at 20 requests/s. Both went
 into the simulator; every other figure is predicted."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
+from eldr_sim.outputs import process_folder
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.studies.figures import Runner, grouped, percent
 from eldr_sim.simulator.setup.config.presets import preset_fields
@@ -66,7 +65,6 @@ _VARIANTS = {
 _VARYING = ("workload", "policy", "request_rate", "tables")  #: by cell, of the main figures
 N_DECODE = 16  #: decode workers
 OUTPUT_LEN = 512  #: tokens of an answer
-_kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ def tables_of(kernels: Kernels) -> str | None:
     """Return the folder of MI300X tables; None: those of the package, which are `published`."""
     if kernels == "fitted":
         return None
-    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-mi300x-"))
-    write_tables(Path(_kept[-1].name), fitted_to_cells=False)
-    return _kept[-1].name
+    folder = process_folder("mi300x")
+    write_tables(folder, fitted_to_cells=False)
+    return str(folder)
 
 
 def warmed_up(cell: Cell) -> Cell:
@@ -146,10 +144,9 @@ def long_routing(model: str, workload: str, gate_scores: bool) -> str:
     """Return a folder with the default routing of a model and workload, for answers like theirs.
     That is, as long as theirs: a request of the default goes through 64 tokens again and again. The
     folder lasts as long as this process; ``gate_scores``, of the same experts, take longer."""
-    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-routing-"))
-    weights, folder = dict(wanted_domains(workload)), Path(_kept[-1].name)
+    weights, folder = dict(wanted_domains(workload)), process_folder("routing")
     draw_served(preset_model(model), weights, folder, OUTPUT_LEN, gate_scores=gate_scores)
-    return _kept[-1].name
+    return str(folder)
 
 
 Pair = tuple[Cell, Summary]

@@ -13,12 +13,12 @@ Rates are relative: the paper sends 1.0, 1.2 and 1.4 requests/s, with a p99 TTFT
 
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Ints
+from eldr_sim.outputs import process_folder
 from eldr_sim.planning.search.monotone_search import highest_rate
 from eldr_sim.planning.slo import Interval
 from eldr_sim.planning.studies.figures import Claim, Runner, write_requests
@@ -91,8 +91,7 @@ class Experiment:
 
     def __init__(self, runner: Runner, scale: Scale, log: str | None = None) -> None:
         self.runner, self.scale = runner, scale
-        self._folder = TemporaryDirectory(prefix="eldr-sim-gimbal-")
-        self.folder = Path(self._folder.name)
+        self.folder = process_folder("gimbal")
         self.lengths, self.source = _lengths(log)
         self.base = FIELDS | {"num_requests": scale.requests}
         self._knees: dict[tuple[str, str], float] = {}

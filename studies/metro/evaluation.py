@@ -1,10 +1,8 @@
 """METRO's evaluation: all its figures by name."""
 
-import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from eldr_sim.charts import bars, lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.flops import activation_share, decode_intensity, gpu_intensity
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.outputs import process_folder
 from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.presets import preset_model
@@ -31,8 +30,7 @@ class _Traces:
     """Routing traces of the set-ups; synthetic ones are made when asked for, in a folder."""
 
     def __init__(self, quick: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="eldr-sim-metro-")
-        self.path = Path(self._folder.name)
+        self.path = process_folder("metro")
         self._requests = (48, 32) if quick else (192, 96)
 
     @cache  # noqa: B019 - as long as the command lives

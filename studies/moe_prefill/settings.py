@@ -6,14 +6,13 @@ DP+EP, whose tokens are counted expert by expert, takes the backend and budget t
 closed form."""
 
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import process_folder
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.search.prefill import BUDGETS, WINDOW
 from eldr_sim.planning.studies.figures import Runner
@@ -117,10 +116,10 @@ def dispatching(cell: Cell, n_gpus: int, context: int) -> System | None:
 
 
 class Workloads:
-    """Request logs, written when asked for into a folder that goes with the object."""
+    """Request logs, written when asked for."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="eldr-sim-moe-prefill-")
+        self._folder = process_folder("moe-prefill")
         self._written: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def real(
@@ -143,7 +142,7 @@ class Workloads:
     def _log(self, key: tuple[Any, ...], rate: float, arrivals: int = 0) -> dict[str, Any]:
         name = (*key, rate, arrivals)
         if name not in self._written:
-            path = Path(self._folder.name) / f"{'-'.join(map(str, name))}.jsonl"
+            path = self._folder / f"{'-'.join(map(str, name))}.jsonl"
             prompts = self.prompts(key)
             workload.write_log(prompts, path, rate, arrivals)
             named = {"workload": str(path), "num_requests": len(prompts), "request_rate": rate}

@@ -185,14 +185,15 @@ _ITEMS = st.tuples(
 )
 
 
-@given(st.lists(_ITEMS, max_size=8), st.integers(0, 1000))
-def test_the_limit_holds_whatever_lies_there(items, limit):
-    """All but compiled code, the new file, and what may still be written; traces whole or gone."""
+@given(st.lists(_ITEMS, max_size=8), st.integers(0, 1000), st.sampled_from(["bits", "trace"]))
+def test_the_limit_holds_whatever_lies_there(items, limit, kind_of_new):
+    """All but compiled code, the new item, and what may still be written; traces whole or gone. New
+    bit sets, however large, cost no trace: those stand above the limit with them."""
     with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         home = Path(place)
         patch.setenv("ELDR_SIM_CACHE", place)
         patch.setenv("ELDR_SIM_CACHE_SIZE", str(limit))
-        now, recent = time.time(), 0
+        now, recent, traces = time.time(), 0, 0
         for number, (kind, size, age_s) in enumerate(items):
             hidden = "." * kind.startswith("left")
             folder = home / ("bitsets" if "bits" in kind else f"traces/{hidden}t{number}")
@@ -206,11 +207,18 @@ def test_the_limit_holds_whatever_lies_there(items, limit):
                 path.write_bytes(bytes(size))
                 os.utime(path, (now - age_s,) * 2)
                 recent += size if hidden and age_s < 3600 else 0
-        keep("new.bits", size=50)
+                traces += size if kind == "trace" else 0
+        if kind_of_new == "bits":
+            new = keep("new.bits", size=50)
+        else:
+            new = cache.keep_folder(cache.TRACES, "new", lambda folder: _write_trace(folder, 50))
         found = cache.files()
-        assert sum(file.size for file in found) <= max(limit, recent + 50)
-        assert any(file.path.name == "new.bits" for file in found)
-        for folder in (home / "traces").glob("*"):
+        spared = traces if kind_of_new == "bits" else 0
+        assert sum(file.size for file in found) <= max(limit, recent + spared + 50)
+        assert new.exists()
+        left = [path for path in (home / "traces").glob("[!.]*") if path != new]
+        assert kind_of_new == "trace" or len(left) == sum(kind == "trace" for kind, *_ in items)
+        for folder in left:
             assert len(list(folder.iterdir())) == 2
 
 

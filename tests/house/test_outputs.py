@@ -6,6 +6,7 @@ import stat
 
 import pytest
 
+from eldr_sim import outputs
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file, whole_folder
 
@@ -92,3 +93,13 @@ def test_a_folder_that_its_successor_cannot_replace_stays(tmp_path, monkeypatch,
         (temporary / "new").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["old"]
+
+
+def test_what_goes_with_the_process_is_not_output(tmp_path):
+    """An interrupted command names what it leaves, and no routing that it drew for itself."""
+    outputs.forget_written()
+    for place in (tmp_path / "trace", outputs.process_folder("routing") / "trace"):
+        with whole_folder(place) as folder:
+            (folder / "part").touch()
+        assert place.exists()
+    assert outputs.written() == [tmp_path / "trace"]
