@@ -1,6 +1,6 @@
 """How well a model's times are known on each GPU, by engine and precision."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
@@ -9,6 +9,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Parallelism
 from eldr_sim.kernel_profiles.steps.parts import Parts
 from eldr_sim.kernel_profiles.tables.library import Engine
+from eldr_sim.kinds import Progress, no_progress
 
 ENGINES = ("vllm", "sglang", "trtllm")
 #: Parts of a step that tables are of, those that take most of it.
@@ -52,9 +53,7 @@ def _shape(model: ModelDims) -> dict[str, Any]:
 
 
 def support(
-    model: ModelDims,
-    gpus: Sequence[str] | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    model: ModelDims, gpus: Sequence[str] | None = None, progress: Progress = no_progress
 ) -> Iterator[Support]:
     """Yield what is known of each precision of a model on each GPU, or on those named;
     ``progress`` receives the share done."""

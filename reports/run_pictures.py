@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from eldr_sim.arrays import Floats
-from eldr_sim.kinds import AnyPath
+from eldr_sim.kinds import AnyPath, Row
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, WITHOUT
@@ -21,7 +21,7 @@ _ROLES = {"prefill": 1, "decode": 2}
 _REQUESTS = 3
 
 
-def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]:
+def timeline_events(requests: pa.Table, steps: pa.Table) -> list[Row]:
     """Return the events of a run's tables (see :mod:`eldr_sim.simulator.outcome.tables`)."""
     events = [_meta("process_name", pid, 0, f"{role} workers") for role, pid in _ROLES.items()]
     events.append(_meta("process_name", _REQUESTS, 0, "requests"))
@@ -74,9 +74,9 @@ def phases_in(columns: Container[str]) -> list[tuple[str, str, str]]:
     return [phase for phase in PHASES if own(phase[1]) != own(phase[2])]
 
 
-def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
+def _request_events(request: dict[str, Any]) -> list[Row]:
     name, ident = f"request {request['request_id']}", request["request_id"]
-    events: list[dict[str, Any]] = []
+    events: list[Row] = []
     phases = phases_in(request)
     request = {key: request[own] for key, own in WITHOUT.items()} | request
     for phase, start, end in (*phases, ("decode", *DECODE)):

@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_sim.arrays import Floats
 from eldr_sim.charts import Draw, bars, field, lines, write_picture
-from eldr_sim.kinds import Row
+from eldr_sim.kinds import Progress, Row, no_progress
 from eldr_sim.outputs import write_rows
 from eldr_sim.policies.eldr.artifact import calibration_pairs
 from eldr_sim.policies.eldr.signature import idf_weights, select_layers, transformed
@@ -63,9 +63,7 @@ class TraceReport:
         }
 
 
-def inspect_trace(
-    trace: RoutingTrace, progress: Callable[[float], None] = lambda share: None
-) -> TraceReport:
+def inspect_trace(trace: RoutingTrace, progress: Progress = no_progress) -> TraceReport:
     """Measure a trace; ``progress`` receives the share done."""
     measures: tuple[Callable[[RoutingTrace], Any], ...] = (
         trace_statistics, request_overlap, _rho, _coactivation, request_spectrum, grouping_gain,

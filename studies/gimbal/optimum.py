@@ -5,12 +5,11 @@ one is on each, so Eq. 10's products become ``y >= x_j - x_k`` and ``y >= x_k - 
 the GPUs is excluded by fixing one expert. HiGHS closes it where W holds the most frequent pairs
 alone, as the paper's M does; its bound says how far off the best found may be."""
 
-from typing import Any
-
 import numpy as np
 
 from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.charts import bars
+from eldr_sim.kinds import Row
 from eldr_sim.planning.studies.figures import Claim, Reproduction
 from eldr_sim.policies.placement.base import greedy_placement
 
@@ -102,7 +101,7 @@ def optimum(load: Floats, weights: Floats, beta: float, seconds: float) -> tuple
 
 def gap(load: Floats, transitions: Array, seconds: float) -> Reproduction:
     """Hold Algorithm 3 against the MILP by pairs of M: imbalance, cut, objective."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     beta = 0.1
     for pairs in _PAIRS:
         weights = dependencies(transitions, pairs)

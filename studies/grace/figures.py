@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.charts import bars, lines
+from eldr_sim.kinds import Row
 from eldr_sim.planning.slo import Interval, t_interval
 from eldr_sim.planning.studies.figures import Claim, Reproduction, percent, row_of
 from eldr_sim.policies.placement.base import Placement
@@ -104,7 +104,7 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
 
 def figure_1b(evaluation: Evaluation) -> Reproduction:
     """Copies of active against copies of widely collaborative experts (Fig. 1b)."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     claims = []
     for source in evaluation.sources:
         pairs = evaluation.calibration(source).coactivation()
@@ -277,7 +277,7 @@ COPIED = (8, 16, 32)
 
 def copies_and_locality(evaluation: Evaluation) -> Reproduction:
     """What preferring near copies saves, by how many experts have copies (Qwen3, 2x2 GPUs)."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     claims = []
     node = TWO_BY_TWO.node_of_rank
     for (label, sources), n in product((("", QWEN), (", the requests it was fitted on", SAME)),
@@ -323,7 +323,7 @@ _COUNTED: dict[str, Callable[[Traffic], float]] = {
 }
 
 
-def component_rows(evaluation: Evaluation, cluster: Cluster) -> list[dict[str, Any]]:
+def component_rows(evaluation: Evaluation, cluster: Cluster) -> list[Row]:
     """Return a row for each trace, phase and scheme: traffic, load, experts and times."""
     return [
         {"trace": source.label, "phase": phase, "scheme": scheme.label}

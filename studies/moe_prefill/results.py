@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, lines
+from eldr_sim.kinds import Row
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
 from eldr_sim.planning.slo import Interval, paired_percent, t_interval
@@ -67,7 +68,7 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 def _by_seed(
     runner: Runner, cell: Cell, systems: Sequence[System], logs: Workloads, sizes: Sizes,
     sharing: float, scale: float | None = None, gpus: int = 8,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Row]:  # fmt: skip
     """Run tuned systems at full scale under each seed; returns a row a run."""
     rows = []
     for seed in sizes.seeds:
@@ -81,7 +82,7 @@ def _by_seed(
     return rows
 
 
-def _rates(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, list[float]]:
+def _rates(rows: Sequence[Row], **wanted: Any) -> dict[str, list[float]]:
     """Return tokens a second by system, seed by seed."""
     mine = (row for row in rows if wanted.items() <= row.items())
     own = grouped(mine, lambda row: str(row["system"]))
@@ -129,7 +130,7 @@ def _at_papers_budget(systems: Sequence[System]) -> list[System]:
 def figure_9(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """Throughput of Table 2's requests, baselines at the paper's tokens a step and at their best.
     On 8 GPUs in every cell; on 1, 2 and 4 H100 in FP8, where the baselines keep the paper's."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for cell in CELLS:
         requests, systems = logs.real(sizes.tuning_scale, SHARING), systems_of(cell)
         chosen = tuned(runner, cell, systems, requests, sizes.budgets)
@@ -155,7 +156,7 @@ def figure_9(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     return Reproduction("figure_9", title, rows, claims, draw)
 
 
-def _scaling(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+def _scaling(rows: Sequence[Row]) -> list[Claim]:
     """Claims on more GPUs and on FP8."""
     fp8 = {n: _rates(rows, cell=H100_FP8.name, gpus=n) for n in (1, 2, 4, 8)}
     bf16 = _rates(rows, cell="H100 BF16", gpus=8)
@@ -183,7 +184,7 @@ def _scaling(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _means(rows: Sequence[Row]) -> list[Row]:
     """Return the mean tokens a second of each cell, system and sharing."""
     shown = (row for row in rows if row["gpus"] == 8)
     own = grouped(shown, lambda row: (row["cell"], row["system"], row["sharing"]))
@@ -194,7 +195,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _dispatched(runner: Runner, cell: Cell, logs: Workloads, sizes: Sizes) -> list[dict[str, Any]]:
+def _dispatched(runner: Runner, cell: Cell, logs: Workloads, sizes: Sizes) -> list[Row]:
     """Run DP+EP, and MoE-Prefill beside it, on fewer requests."""
     system = dispatching(cell, 8, 512)
     if system is None:
@@ -211,7 +212,7 @@ def _dispatched(runner: Runner, cell: Cell, logs: Workloads, sizes: Sizes) -> li
 
 
 def _over_best(
-    rows: Sequence[dict[str, Any]], cell: str, low: float, high: float, at_2048: bool, gpus: int = 8
+    rows: Sequence[Row], cell: str, low: float, high: float, at_2048: bool, gpus: int = 8
 ) -> Claim:
     """MoE-Prefill, with its best margin, over the fastest baseline of a cell."""
     rates = _rates(rows, cell=cell, gpus=gpus)
@@ -238,7 +239,7 @@ def _over_best(
 def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """What routers make of AsyncEP, by cell and by how much prompts share."""
     shares = {c: (0.0, SHARING, 0.5, 1.0) if c == H100_FP8 else (SHARING, 1.0) for c in CELLS}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for cell in CELLS:
         fields = async_ep(cell, 8).fields(8)
         systems = [System("round_robin", fields | {"prefill_policy": "round_robin"})]
@@ -276,7 +277,7 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
 
 def _regime_rows(
     runner: Runner, logs: Workloads, sizes: Sizes, regime: str, n_gpus: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Run every system that fits on so many H100 (FP8) on prompts of one length."""
     cell, context = H100_FP8, REGIMES[regime]
     requests = logs.regime(regime, sizes.regime_tokens * n_gpus // 8)
@@ -306,7 +307,7 @@ def _regime_rows(
     return rows
 
 
-def _of(rows: Sequence[dict[str, Any]], regime: str, gpus: int) -> dict[str, dict[str, Any]]:
+def _of(rows: Sequence[Row], regime: str, gpus: int) -> dict[str, dict[str, Any]]:
     """Return each system's best row; AsyncEP with or without a KV cache is one system."""
     return {
         OWN if row["system"].startswith(OWN) else row["system"]: row
@@ -315,9 +316,7 @@ def _of(rows: Sequence[dict[str, Any]], regime: str, gpus: int) -> dict[str, dic
     }
 
 
-def regime_rows(
-    runner: Runner, logs: Workloads, sizes: Sizes, gpus: Sequence[int]
-) -> list[dict[str, Any]]:
+def regime_rows(runner: Runner, logs: Workloads, sizes: Sizes, gpus: Sequence[int]) -> list[Row]:
     """Run all regimes on these numbers of GPUs."""
     return [
         row for n in gpus for regime in REGIMES

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.kinds import AnyPath
+from eldr_sim.kinds import AnyPath, Row
 from eldr_sim.traces.routing.capture.step_log import LogReader, external_ids
 
 _LIMIT_S = 10.0  # an engine writes a step within milliseconds
@@ -148,11 +147,11 @@ def request_rows(names: Iterable[str], rows: Mapping[str, int]) -> dict[str, int
     return found
 
 
-def _lines(base: Path, pattern: str) -> list[dict[str, Any]]:
+def _lines(base: Path, pattern: str) -> list[Row]:
     files = sorted(base.glob(pattern))
     if len(files) != 1:
         raise InputError("log", f"{base} holds {len(files)} {pattern}", "one: of one engine")
-    lines: list[dict[str, Any]] = []
+    lines: list[Row] = []
     for text in files[0].read_text(encoding="utf-8").splitlines():
         try:
             lines.append(json.loads(text))

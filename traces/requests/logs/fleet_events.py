@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.kinds import Row
 from eldr_sim.traces.requests.logs.log_rows import scaled_ns, timestamp_ns
 
 #: What a worker does from a moment on: ``up``: it serves; ``down``: it has died; ``leaves``: it
@@ -93,7 +94,7 @@ _ALLOWED = (
 
 def events_of(
     changes: Iterable[Change], pool: str, n_workers: int, origin_ns: int, end_s: float
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+) -> tuple[list[Row], dict[str, str]]:
     """Return the history of a fleet as events of a run.
 
     Args:
@@ -118,16 +119,14 @@ def events_of(
     if len(names) > n_workers:
         problem = f"{len(names)} workers: {', '.join(names[:8])}"
         raise InputError("topology", f"the file names {problem}", f"{n_workers} in {pool} now")
-    events: list[dict[str, Any]] = []
+    events: list[Row] = []
     for number, name in enumerate(names):
         events += _of_worker(f"{pool}:{number}", by_worker[name], end_s)
     named = {f"{pool}:{number}": name for number, name in enumerate(names)}
     return sorted(events, key=lambda event: event["at_s"]), named
 
 
-def _of_worker(
-    where: str, history: list[tuple[float, State]], end_s: float
-) -> Iterator[dict[str, Any]]:
+def _of_worker(where: str, history: list[tuple[float, State]], end_s: float) -> Iterator[Row]:
     """Yield the events of a worker. One that first comes up was away before."""
     spans: list[tuple[State, float, float]] = []
     begins: list[tuple[float, State]] = []

@@ -10,7 +10,6 @@ falls from 2 to 16 tokens apart, and from 16 to 64. What a single request adds c
 the share of the variance beyond 16 components."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.spectrum import principal_components
 from eldr_sim.traces.routing.synthetic.drift_factors import drift_factors
@@ -119,7 +119,7 @@ def fit_routing_model(
     *,
     seed: int = 0,
     rounds: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = no_progress,
 ) -> RoutingModel:
     """Fit a generative model to requests of a trace, of both splits, by ``rounds`` twins; ``seed``:
     of clusters and twins. Raises InputError if a domain has no request, or the trace no prompt

@@ -7,7 +7,6 @@ bytes on any machine."""
 
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.arrays import Int32s, Ints, Words
 from eldr_sim.jit import njit
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.traces.routing.synthetic.model import DRIFT_BLOCK, RoutingModel
 from eldr_sim.traces.streams import stream
 
@@ -24,7 +24,6 @@ _COLUMNS = 16  #: experts are searched in this many columns first
 _CHUNK = 16  #: requests that a thread draws before it reports
 _TIMES, _DRAWS = 4096, 5  #: exponential times of gate scores, and those drawn by one number
 
-Progress = Callable[[float], None]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Narrow = Int32s
@@ -36,7 +35,7 @@ def sample_experts(
     prompt_len: ArrayLike,
     output_len: ArrayLike,
     seed: int,
-    progress: Progress = lambda share: None,
+    progress: Progress = no_progress,
     gate: Floats | None = None,
     first: int = 0,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
@@ -71,7 +70,7 @@ def sample_kinds_and_experts(
     prompt_len: ArrayLike,
     output_len: ArrayLike,
     seed: int,
-    progress: Progress = lambda share: None,
+    progress: Progress = no_progress,
     gate: Floats | None = None,
     first: int = 0,
 ) -> tuple[Ints, NDArray[np.uint8] | NDArray[np.uint16]]:

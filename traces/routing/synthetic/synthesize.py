@@ -1,7 +1,7 @@
 """Synthetic traces: requests of a `RoutingModel` as a folder of the trace format."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import array_limit, within
+from eldr_sim.kinds import Progress, no_progress
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
 from eldr_sim.traces.requests.texts import take_turns
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -22,7 +23,6 @@ from eldr_sim.traces.streams import stream
 _MOST_REQUESTS = 1_000_000
 _LONGEST = 2**31 - 1
 Lengths = tuple[int, int]
-Progress = Callable[[float], None]
 
 
 def synthesize(
@@ -93,7 +93,7 @@ def _write(
     seed: int,
     gate_scores: bool = False,
     force: bool = False,
-    progress: Progress = lambda share: None,
+    progress: Progress = no_progress,
 ) -> RoutingTrace:
     """Write requests of these domains, prompt and output tokens and splits, or a span of them."""
     check_target(out, force)

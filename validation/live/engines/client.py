@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.kinds import AnyPath, Progress
+from eldr_sim.kinds import AnyPath, Progress, Row
 from eldr_sim.serving.bodies import prefill_body
 from eldr_sim.serving.http import import_aiohttp, open_session
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
@@ -202,7 +202,7 @@ def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
 def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
     """Put ``prefilled_s``, ``routed_s`` (`time.monotonic`) and ``engine`` of the proxy's log
     (``ProxyConfig.log``) into the table; InputError unless each request is in it once."""
-    by_request: dict[str, list[dict[str, Any]]] = {}
+    by_request: dict[str, list[Row]] = {}
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
