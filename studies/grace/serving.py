@@ -44,15 +44,9 @@ def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Repro
     """Goodput by redundant experts where the KV cache binds: 2x2 A100-40GB, co-located."""
     n = 250 if quick else 500
     base = _GROUP | {
-        "gpu": "A100-40GB",
-        "topology": "1C",
-        "num_requests": n,
-        "request_rate": _RATE,
-        "warmup": n / 4 / _RATE,
-        "policy": "jsq",
-        "expert_placement": "eplb",
-        "goodput": _SLO,
-    }
+        "gpu": "A100-40GB", "topology": "1C", "num_requests": n, "request_rate": _RATE,
+        "warmup": n / 4 / _RATE, "policy": "jsq", "expert_placement": "eplb", "goodput": _SLO,
+    }  # fmt: skip
     with TemporaryDirectory() as folder:
         groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
         for k, choice in REPLICAS:
@@ -179,20 +173,11 @@ def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Rep
     n = 1024 if quick else 4096
     with TemporaryDirectory() as folder:
         base = _GROUP | {
-            "model": "GPT-OSS-20B",
-            "trace": "gpt-oss-20b",
-            "topology": "1C",
-            "workload": "trace",
-            "request_rate": "inf",
-            "num_requests": n,
-            "max_num_seqs": 64,
-            "output_len": 64,
-            "policy": "round_robin",
-            "enable_prefix_caching": False,
-            "expert_placement": "eplb",
-            "domain_mix": {"code": 1.0},
-            "domain_mix_end": {"multilingual": 1.0},
-        }
+            "model": "GPT-OSS-20B", "trace": "gpt-oss-20b", "topology": "1C", "workload": "trace",
+            "request_rate": "inf", "num_requests": n, "max_num_seqs": 64, "output_len": 64,
+            "policy": "round_robin", "enable_prefix_caching": False, "expert_placement": "eplb",
+            "domain_mix": {"code": 1.0}, "domain_mix_end": {"multilingual": 1.0},
+        }  # fmt: skip
         cases: dict[tuple[float, str], dict[str, Any]] = {}
         for gbits in DRIFT_GBITS:
             nic = gbits * 1e9 / 8 / TWO_BY_TWO.gpus_per_node
