@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all."""
 
+import ast
 import errno
 import os
 import stat
@@ -9,6 +10,8 @@ import pytest
 from eldr_sim import outputs
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file, whole_folder
+
+from ..paths import ROOT
 
 
 @pytest.mark.parametrize("kind", [whole_file, whole_folder])
@@ -103,3 +106,17 @@ def test_what_goes_with_the_process_is_not_output(tmp_path):
             (folder / "part").touch()
         assert place.exists()
     assert outputs.written() == [tmp_path / "trace"]
+
+
+def test_temporary_folders_go_with_a_block_or_are_named_to_outputs():
+    """One that an object holds is still there when an interrupted command says what it leaves."""
+    held = []
+    for path in sorted(ROOT.glob("[!.]*/**/*.py")):
+        if path.parts[len(ROOT.parts)] in ("tests", "build") or path.name == "outputs.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        blocks = {id(at.context_expr) for at in ast.walk(tree) if isinstance(at, ast.withitem)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and "TemporaryDirectory" in ast.unparse(node.func):
+                held += [] if id(node) in blocks else [f"{path.relative_to(ROOT)}:{node.lineno}"]
+    assert held == []

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import process_folder
 from eldr_sim.phases import report_phase
 from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
@@ -33,8 +33,6 @@ _SOURCES = (
     "traces.routing.synthetic.reshape", "traces.routing.synthetic.sampler",
     "traces.routing.synthetic.synthesize",
 )  # fmt: skip
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process, where there is no cache
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,7 @@ def _split(
                 return open_trace(found, verify_checksum=False)
             except InputError:  # a part of it is gone, perhaps cleared by another process
                 shutil.rmtree(found, ignore_errors=True)
-    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-trace-"))
-    own = Path(_kept[-1].name) / name
+    own = process_folder("trace") / name
     draw(own)
     return open_trace(own, verify_checksum=False)
 
