@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import FP8_BLOCK, ModelDims
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.stored_weights import FP8_BLOCK
 
 #: How tokens reach experts on other GPUs, vLLM's ``--all2all-backend``; see `all_to_all`.
 Backend = Literal[

@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
-from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype, stored_bytes
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.stored_weights import WeightDtype, stored_bytes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 

@@ -23,7 +23,8 @@ from numpy.typing import ArrayLike
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.models import ModelDims, is_fp8
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.stored_weights import is_fp8
 
 
 def gpu_intensity(gpu: GPU, *, fp8: bool = False) -> float:

@@ -15,8 +15,9 @@ from eldr_sim.kernel_profiles.kernels.bounds import causal_pairs
 from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
-from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, is_fp8, stored_width
+from eldr_sim.kernel_profiles.models import LONGEST, ModelDims
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
+from eldr_sim.kernel_profiles.stored_weights import is_fp8, stored_width
 from eldr_sim.kernel_profiles.tables.format import Provenance
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate
+from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.tables import format
@@ -84,6 +85,25 @@ def elementwise_bytes(model: ModelDims) -> int:
     module)."""
     heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
     return 4 * (4 * model.hidden_size + heads * model.head_dim)
+
+
+def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
+    """Return a table of what these move alone, without `parts.NORMS_S`: a bound from below."""
+    bandwidth = efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
+    tokens = (1, 1 << 20)
+    metadata = format.TableMetadata(
+        kind="elementwise",
+        gpu=gpu.name,
+        shape=format.elementwise_shape(model),
+        dtype="bfloat16",
+        kernel_source="none: bytes over bandwidth",
+        framework="eldr-sim",
+        provenance="roofline",
+        origin="bytes that a token moves",
+        device=gpu.name,
+    )
+    seconds = [elementwise_bytes(model) * n / bandwidth for n in tokens]
+    return format.table_of([(n,) for n in tokens], seconds, metadata)
 
 
 def residual_bytes(model: ModelDims) -> float:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import FP8_BLOCK, WeightDtype, stored_bytes
 from eldr_sim.kernel_profiles.profile.timing import require_torch
+from eldr_sim.kernel_profiles.stored_weights import FP8_BLOCK, WeightDtype, stored_bytes
 
 _GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -34,8 +34,9 @@ from eldr_sim.kernel_profiles.kernels.small_kernels import (
     unfused_kernels,
 )
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
-from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.stored_weights import WeightDtype
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import Engine
 
@@ -56,11 +57,9 @@ Derived from the same five rows: measured TPOT less the sum of kernels, mean +0.
 ms. Engines that schedule a step when the last one has ended wait for the host
 (``config.engine_rules.HOST_WAIT_MS``)."""
 
-
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 """Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
 ``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
-
 
 MOE_KERNELS = 7
 """Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
@@ -77,25 +76,6 @@ def _attending_to_all(model: ModelDims) -> ModelDims:
         return model
     none = ("index_topk", "index_heads", "index_head_dim", "n_sparse_layers", "n_index_layers")
     return model.model_copy(update=dict.fromkeys(none, 0))
-
-
-def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
-    """Return a table of what these move alone, without :data:`NORMS_S`: a bound from below."""
-    bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
-    tokens = (1, 1 << 20)
-    metadata = format.TableMetadata(
-        kind="elementwise",
-        gpu=gpu.name,
-        shape=format.elementwise_shape(model),
-        dtype="bfloat16",
-        kernel_source="none: bytes over bandwidth",
-        framework="eldr-sim",
-        provenance="roofline",
-        origin="bytes that a token moves",
-        device=gpu.name,
-    )
-    seconds = [elementwise_bytes(model) * n / bandwidth for n in tokens]
-    return format.table_of([(n,) for n in tokens], seconds, metadata)
 
 
 class MoELayer(NamedTuple):

@@ -18,10 +18,10 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     PrefillAttention,
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.kernels.small_kernels import small_kernel_s
+from eldr_sim.kernel_profiles.kernels.small_kernels import bytes_alone, small_kernel_s
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.steps.parts import NORMS_S, Parts, bytes_alone
+from eldr_sim.kernel_profiles.steps.parts import NORMS_S, Parts
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table, shipped_tables

@@ -29,7 +29,7 @@ from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.transfer import TransferModel
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 from eldr_sim.traces.requests.prefixes import assign_blocks
 from eldr_sim.traces.workload import Workload
 

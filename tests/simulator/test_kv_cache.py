@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.kv import block_lists, kv_cache
 from eldr_sim.simulator.reference.kv_blocks import BlockPool
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 
 from ..kv_hashes import block_hashes
 

@@ -15,7 +15,7 @@ from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.kv_tiers import parse_tier, tiers_of
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.caches.session_lists import GHOSTS
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 
 from ..arc import Arc
 from ..on_each import on_each

@@ -28,7 +28,7 @@ from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.transfer import TransferModel
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 
 from ..on_each import on_each
 from .test_engine_by_hand import by_hand

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.prompts import PromptSignatures, count_experts
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 from eldr_sim.traces.requests.prefixes import assign_blocks, clip_ranges, join_ranges
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.gate_scores import GateScores

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks, known_log, read_request_log
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
+from eldr_sim.traces.requests.logs.request_logs import known_log, read_request_log
 
 from ..on_each import on_each
 from ..paths import SHARED

@@ -8,7 +8,8 @@ import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.logs.request_logs import RequestLog, chain_blocks, others_each_round
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks, others_each_round
+from eldr_sim.traces.requests.logs.request_logs import RequestLog
 from eldr_sim.traces.streams import stream
 
 #: Where a request log's arrival times come from.

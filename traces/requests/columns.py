@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Words
-from eldr_sim.traces.requests.logs.request_logs import others_each_round
+from eldr_sim.traces.requests.logs.log_columns import others_each_round
 from eldr_sim.traces.requests.prefixes import Ranges, join_ranges
 
 
@@ -24,7 +24,7 @@ class Requests:
     domain: NDArray[np.int16]  #: int16 ``[n]``, index into the texts' domains
     session: Int32s  #: int32 ``[n]``; requests of one conversation share a number
     #: Request ``i``'s blocks, ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64):
-    #: equal numbers, equal tokens up to the block's end (`request_logs.chain_blocks`), of its
+    #: equal numbers, equal tokens up to the block's end (`log_columns.chain_blocks`), of its
     #: prompt, and of its answer where another request goes on with it. What has no block is shared
     #: with no other.
     prefix_hash: Words

@@ -18,7 +18,8 @@ from eldr_sim.traces.requests.length_shapes import shaped_log
 from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.load_shapes import load_shape
-from eldr_sim.traces.requests.logs.request_logs import RequestLog, chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
+from eldr_sim.traces.requests.logs.request_logs import RequestLog
 from eldr_sim.traces.requests.prefixes import assign_blocks, share_prefixes
 from eldr_sim.traces.requests.prompt_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.sessions import unfold, with_answers

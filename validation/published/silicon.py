@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.small_kernels import bytes_alone
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
@@ -32,7 +33,6 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     moe_tables,
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
-from eldr_sim.kernel_profiles.steps.parts import bytes_alone
 from eldr_sim.kernel_profiles.tables.format import (
     ATTENTION,
     LatencyTable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,3 +178,25 @@ def _linked(when_ns: Ints, links: Sequence[Link]) -> Sessions:
     if joins:
         more["joins"] = np.array(joins, np.int32)
     return columns | more | {"after_end": np.array(after)}
+
+
+def others_each_round(numbers: Array, rounds: int) -> Array:
+    """Return numbers once for every round, in each of them others than before."""
+    signed = numbers.astype(np.int64)
+    begins = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
+    return (signed + begins).ravel().astype(numbers.dtype)
+
+
+def chain_blocks(hash_ids: Words, indptr: Ints) -> Words:
+    """Number prefix blocks so that equal numbers mean equal tokens from the prompt's start, by a
+    block's id and the number of the one before; uint64 ``[n]``. Request ``i`` has
+    ``hash_ids[indptr[i]:indptr[i + 1]]``."""
+    numbers: dict[tuple[int, int], int] = {}
+    chained: list[int] = []
+    ids, edges = hash_ids.tolist(), indptr.tolist()
+    for start, stop in pairwise(edges):
+        number = -1
+        for block in ids[start:stop]:
+            number = numbers.setdefault((number, block), len(numbers))
+            chained.append(number)
+    return np.array(chained, np.uint64)

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Words
+from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
 from eldr_sim.traces.requests.logs import aggregates, benchmark_logs, chat_files
@@ -584,25 +584,3 @@ def _block_tokens(file: Path, prompt: Int32s, blocks: Ints) -> int:
     problem = f"hash_ids fit {what}, e.g. {blocks[worst]} of {prompt[worst]} tokens"
     allowed = "one id per block of 512 tokens, or of another power of two of 16 to 2048"
     raise InputError(str(file), problem, allowed)
-
-
-def others_each_round(numbers: Array, rounds: int) -> Array:
-    """Return numbers once for every round, in each of them others than before."""
-    signed = numbers.astype(np.int64)
-    begins = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
-    return (signed + begins).ravel().astype(numbers.dtype)
-
-
-def chain_blocks(hash_ids: Words, indptr: Ints) -> Words:
-    """Number prefix blocks so that equal numbers mean equal tokens from the prompt's start, by a
-    block's id and the number of the one before; uint64 ``[n]``. Request ``i`` has
-    ``hash_ids[indptr[i]:indptr[i + 1]]``."""
-    numbers: dict[tuple[int, int], int] = {}
-    chained: list[int] = []
-    ids, edges = hash_ids.tolist(), indptr.tolist()
-    for start, stop in pairwise(edges):
-        number = -1
-        for block in ids[start:stop]:
-            number = numbers.setdefault((number, block), len(numbers))
-            chained.append(number)
-    return np.array(chained, np.uint64)

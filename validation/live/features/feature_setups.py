@@ -26,7 +26,7 @@ from eldr_sim.simulator.run import build_cluster
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.arrivals import draw_arrivals
-from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.live.calibration.engine_calibration import Clock, EngineCalibration
