@@ -15,7 +15,6 @@ import pyarrow as pa
 from eldr_sim.compiling import tell_of_compiling
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.registry import is_built_in, needs
 from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
@@ -397,13 +396,6 @@ def policies_of(config: RunConfig, prepared: PreparedRun) -> RunPolicies:
 def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
     moves = config.experts.eplb_interval is not None
     return planned(config.faults, config.requests.seed, spec, workload, moves=moves)
-
-
-def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
-    """Return a pool's first placement, before any move; raises InputError for ELDR's."""
-    calibration = policies_of(config, prepared).calibration
-    seed = config.requests.seed
-    return placing.place_pool(prepared, seed, name, None, calibration)[0].placement
 
 
 def expected_step_of(config: RunConfig, prepared: PreparedRun, pool: int) -> ExpectedStep:

@@ -125,19 +125,6 @@ def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
     ]
 
 
-def shareable_tokens(prompts: Sequence[Prompt]) -> int:
-    """Return the tokens, in whole blocks but the last, that a cache without limit would spare."""
-    held: set[int] = set()
-    shareable = 0
-    for prompt in prompts:
-        for block in prompt.blocks[: (prompt.tokens - 1) // BLOCK_TOKENS]:
-            if block not in held:
-                break
-            shareable += BLOCK_TOKENS
-        held.update(prompt.blocks)
-    return shareable
-
-
 def write_log(
     prompts: Sequence[Prompt], path: AnyPath, rate: float = math.inf, arrivals: int = 0
 ) -> None:

@@ -12,12 +12,13 @@ from eldr_sim.simulator.control.control_api import Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY
 from eldr_sim.simulator.control.relocation import expert_links, expert_moves, transfer_of
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
-from eldr_sim.simulator.run import placement_of, simulate
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.expected_step import scaling_facts
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.simulation import Simulation
 
 from ..on_each import on_each
+from .first_placement import placement_of
 
 ELASTIC = RunConfig(
     trace="reference-moe", topology="1C", policy="jsq", data_parallel_size=8,

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.run import placement_of, simulate
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.expected_step import ExpectedStep, activated
 from eldr_sim.simulator.setup.prepare import prepare
 
 from ..on_each import on_each
+from .first_placement import placement_of
 
 PROMPT, OUTPUT = 64, 48
 CELLS = [

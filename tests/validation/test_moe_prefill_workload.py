@@ -13,9 +13,21 @@ from studies.moe_prefill.workload import (
     lengths,
     real_world,
     regime,
-    shareable_tokens,
     write_log,
 )
+
+
+def shareable_tokens(prompts):
+    """Return the tokens, in whole blocks but the last, that a cache without limit would spare."""
+    held = set()
+    shareable = 0
+    for prompt in prompts:
+        for block in prompt.blocks[: (prompt.tokens - 1) // BLOCK_TOKENS]:
+            if block not in held:
+                break
+            shareable += BLOCK_TOKENS
+        held.update(prompt.blocks)
+    return shareable
 
 
 def test_table_2():
