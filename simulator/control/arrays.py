@@ -126,7 +126,8 @@ def make_run(
     # Behind its places an engine has those of sequences that sit out or ride on, and one to move
     # another.
     most_seqs = max(engine.max_num_seqs for engine in engines)
-    apart = (~pools["mixed_steps"] | (pools["rides_on"] & (pools["drafts"] > 0))).any()
+    rides = (pools["rides_from"] == 1) | ((pools["rides_from"] > 1) & (pools["drafts"] > 0))
+    apart = (~pools["mixed_steps"] | rides).any()
     places = most_seqs * (2 if apart else 1)
     moves = (pools["long_prefill_token_threshold"] > 0) | pools["token_with_kv"]
     moves |= pools["preempt_by_key"]
@@ -241,8 +242,13 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
     pools["allocates_chunks"] &= ~pools["whole_prompts"] & (not spec.tiers)
-    for name in ("rides_on", "frees_late"):
-        pools[name] &= pools["async_scheduling"]
+    # SGLang drafts without overlap, and hands over by other loops, which are not followed here.
+    drafting = np.array([e.speculation is not None for e in engines])
+    other = pools["fewest_first"] & (takes_over | ~decodes)
+    pools["fills_up"] &= ~other
+    ahead = pools["async_scheduling"] & ~other & ~(pools["fewest_first"] & drafting)
+    pools["frees_late"] &= ahead
+    pools["rides_from"][~ahead] = 0
     pools["always_pads"] = [engine.engine != "vllm" for engine in engines]
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
         n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors

@@ -432,7 +432,7 @@ def advance(world: World, until: float, n_events: int) -> np.int64:
                 return FAILED
             continue
         if kind == state.BOUNDARY:
-            boundary(clock, events, engines, subject)
+            boundary(clock, events, engines, subject, world.log, world.gaps)
             if pools[engines.pool_of[subject]].reports:
                 ask_again(routers[pools[engines.pool_of[subject]].router])
         elif kind == state.ARRIVAL:

@@ -199,11 +199,12 @@ POOL = np.dtype(
         ("least_share", np.float64),
         ("share_step", np.float64),
         ("fewest_first", np.bool_),
+        ("fills_up", np.bool_),
         ("token_with_kv", np.bool_),
         ("drops_block", np.bool_),
         ("keeps_ends", np.bool_),
         ("cuts_alone", np.bool_),
-        ("rides_on", np.bool_),
+        ("rides_from", np.int64),
         ("frees_late", np.bool_),
         ("forgets_outputs", np.bool_),
         ("caches_late", np.bool_),
@@ -253,6 +254,11 @@ WORKER = np.dtype(
         # next step is planned; those with blocks to release are linked by REQUEST.next.
         ("ended_places", np.int64),
         ("ended_head", np.int64),
+        # SGLang: completed sequences that keep their places until a step of decoding is planned,
+        # and whether nothing is admitted until one has left the batch (`batch_is_full`).
+        ("unfiltered", np.int64),
+        ("full", np.bool_),
+        ("retracts", np.bool_),  # the next step was planned with a retraction
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes

@@ -177,7 +177,7 @@ class Scheduler:
                 self.ended.append(sequence)
             else:
                 self.kv.release(request)
-            if self.config.async_scheduling and self.rules.rides_on and sequence.got > 1:
+            if self.config.async_scheduling and 0 < self.rules.rides_from <= sequence.got:
                 self.riding.append(sequence)
         return done
 

@@ -4,22 +4,22 @@ chunks and decoding take turns, steps that are planned while the one before runs
 A step's output is processed when the next one has been launched, so that a sequence which has ended
 rides in the step after (`Scheduler.event_loop_overlap`) and stays in the batch until a step of
 decoding is planned later still (`update_running_batch`). Where a request found no room, or no
-place, nothing is admitted before a sequence has left the batch (``batch_is_full``). The compiled
-engine looks at each step, and at the first after an end (docs/limits.md).
+place, nothing is admitted before a sequence has left the batch (``batch_is_full``).
 """
 
 from types import SimpleNamespace
 
-FIRST_SHARE, LEAST_SHARE, STEPS_TO_LEAST, RETRACT_STEPS = 0.7, 0.098, 600, 20
+FIRST_SHARE, LEAST_SHARE, STEPS_TO_LEAST, RETRACT_STEPS = 0.7, 0.14, 600, 20
 
 
 class Engine:
     """One engine; ``settings``: ``seats``, ``chunk``, ``tokens`` and ``recv_interval``."""
 
-    def __init__(self, requests, settings, costs):
+    def __init__(self, requests, settings, costs, conservativeness=1.0):
         for name, value in settings.items():
             setattr(self, name, value)
-        self.costs, self.free, self.share = costs, settings["tokens"], FIRST_SHARE
+        self.first_share = FIRST_SHARE * conservativeness
+        self.costs, self.free, self.share = costs, settings["tokens"], self.first_share
         fresh = {"got": 0, "computed": 0, "held": 0, "retracted": 0, "ended": False}
         self.coming = [
             SimpleNamespace(**r, **fresh) for r in sorted(requests, key=lambda r: r["at"])
@@ -28,23 +28,22 @@ class Engine:
         self.full, self.polls, self.now, self.busy = False, 0, 0.0, 0.0
 
     def run(self):
-        """Serve all; return steps that took time: begin, end, prompt tokens, sequences decoded."""
+        """Serve all; return steps: begin, end, prompt tokens, sequences decoded."""
         steps, last = [], None
         while True:
             self.receive(last)
             self.merge(last)
-            step = self.plan_prompts() or self.plan_decoding(last)
+            step = self.plan_prompts() or self.plan_decoding()
             if step:
                 start = max(self.busy, self.now)
                 self.busy = step.end = start + step.seconds
-                if step.seconds > 0:
-                    steps.append([start, step.end, step.tokens, step.decoded])
+                steps.append([start, step.end, step.tokens, step.decoded])
             if last:
                 self.process(last)
             elif step is None:
                 if not self.coming:
                     return steps
-                self.share, self.now = FIRST_SHARE, max(self.now, self.coming[0].at)
+                self.share, self.now = self.first_share, max(self.now, self.coming[0].at)
             last = step
 
     def receive(self, last):
@@ -115,28 +114,25 @@ class Engine:
             got=[(r, r.retracted) for r in whole],
         )  # fmt: skip
 
-    def plan_decoding(self, last):
+    def plan_decoding(self):
         """Decode what runs; those that have ended leave (`update_running_batch`)."""
         before = len(self.running)
         self.running = [r for r in self.running if not r.ended]
         if len(self.running) > self.free:
             self.retract()
         else:
-            slower = (FIRST_SHARE - LEAST_SHARE) / STEPS_TO_LEAST
-            self.share = max(LEAST_SHARE, self.share - slower * bool(self.running))
+            least = LEAST_SHARE * self.first_share
+            slower = (self.first_share - least) / STEPS_TO_LEAST
+            self.share = max(least, self.share - slower * bool(self.running))
         self.full = self.full and len(self.running) == before > 0
         if not self.running:
             return None
         for request in self.running:
             self.free -= 1
             request.held += 1
-        due = [r for r, retracted in last.got if r.retracted == retracted] if last else []
-        riders = [r for r in self.running if r.got + (r in due) >= r.output]
-        decoded = len(self.running) - len(riders)
         return SimpleNamespace(
-            decodes=True, requests=self.running, chunked=None, tokens=0, decoded=decoded,
-            seconds=self.costs["step"] * (decoded > 0),
-            got=[(r, r.retracted) for r in self.running],
+            decodes=True, requests=self.running, chunked=None, tokens=0, decoded=len(self.running),
+            seconds=self.costs["step"], got=[(r, r.retracted) for r in self.running],
         )  # fmt: skip
 
     def retract(self):

@@ -54,7 +54,9 @@ class VirtualScheduler(sglang.Engine):
         for rid in recv_reqs:
             r = self.given[int(rid)]
             tokens = r.get("tokens") or [1] * r["prompt"]
-            self._add_request_to_queue(self.request(rid, tokens, r["output"]))
+            req = self.request(rid, tokens, r["output"])
+            req.sampling_params.ignore_eos = False  # else it looks ahead (`add_one_req_ignore_eos`)
+            self._add_request_to_queue(req)
 
     def _add_request_to_queue(self, req, is_retracted=False):
         self.seen[req.rid]["retracted"] += is_retracted

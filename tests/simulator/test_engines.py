@@ -1,8 +1,9 @@
-"""Rules of SGLang and TensorRT-LLM: by hand, and against small twins of their schedulers.
+"""Rules of SGLang and TensorRT-LLM: by hand, and TensorRT-LLM's against a small twin of its
+scheduler (SGLang's: `test_sglang_scheduler.py`).
 
-A twin here is one co-located engine written from the engine's rules as docs/engines.md states them;
-it knows no KV cache but counts of tokens, and requests that come to an engine at work are seen when
-the next step has been planned, as overlapped scheduling sees them.
+The twin is one co-located engine written from the rules as docs/engines.md states them; it knows no
+KV cache but counts of tokens, and requests that come to an engine at work are seen when the next
+step has been planned, as overlapped scheduling sees them.
 """
 
 import dataclasses
@@ -65,26 +66,22 @@ def test_sglang_reserves_three_tenths_where_engines_share_attention(given):
 
 
 class Twin:
-    """One engine of SGLang or TensorRT-LLM, whose steps take what `by_hand` says."""
+    """One engine of TensorRT-LLM, whose steps take what `by_hand` says."""
 
-    def __init__(self, engine, told, seats, budget, blocks, size):
-        self.engine, self.told = engine, told
+    def __init__(self, told, seats, budget, blocks, size):
+        self.told = told
         self.seats, self.budget, self.blocks, self.size = seats, budget, blocks, size
         self.queue, self.running, self.part = [], [], []  # running: they decode; part: in chunks
-        self.free, self.now = blocks, 0.0
-        factor = told.schedule_conservativeness or 1.0
-        self.first_ratio = min(0.7 * factor, 1.0)
-        self.ratio, self.polls, self.waited = self.first_ratio, 0, 0
+        self.free, self.now, self.waited = blocks, 0.0, 0
 
     def run(self, requests):
         """Serve requests: dictionaries of ``at``, ``prompt``, ``output``; adds what happened."""
         coming = sorted(requests, key=lambda r: r["at"])
         for r in requests:
-            r.update(done=0, computed=0, held=0, retracted=0)
+            r.update(done=0, computed=0, held=0)
         unseen = []  # came while a step ran
         while coming or unseen or self.queue or self.running or self.part:
             if not (self.queue or self.running or self.part):
-                self.ratio = self.first_ratio
                 self.queue += unseen
                 unseen = []
                 if not self.queue:
@@ -92,10 +89,8 @@ class Twin:
                     while coming and coming[0]["at"] <= self.now:
                         self.queue.append(coming.pop(0))
             chunks, decoding = self.plan()
-            looks = 0 if chunks else self.polls + 1  # as it is launched
-            if looks % (self.told.scheduler_recv_interval or 1) == 0:
-                self.queue += unseen
-                unseen = []
+            self.queue += unseen
+            unseen = []
             self.step(chunks, decoding)
             while coming and coming[0]["at"] < self.now:
                 unseen.append(coming.pop(0))
@@ -118,10 +113,6 @@ class Twin:
             r["end"] = self.now
             self.running.remove(r)
             self.free += r.pop("held")
-        self.polls = 0 if chunks else self.polls + 1
-        if not chunks:
-            least = 0.14 * self.first_ratio
-            self.ratio = max(least, self.ratio - (self.first_ratio - least) / 600)
 
     def take(self, r, tokens):
         """Let a request begin: it computes all it has, in blocks for so many tokens."""
@@ -130,54 +121,7 @@ class Twin:
         self.free -= r["held"]
         self.part.append(r)
 
-    def chunk(self, r, budget):
-        return min(r["target"] - r["computed"], budget)
-
     def plan(self):
-        return self.plan_sglang() if self.engine == "sglang" else self.plan_trtllm()
-
-    def plan_sglang(self):
-        budget, chunks, fresh = self.budget, [], []
-        for r in list(self.part):
-            chunks.append((r, self.chunk(r, budget)))
-            budget -= chunks[-1][1]
-            fresh += [r] * (r["computed"] + chunks[-1][1] == r["target"])
-        while self.queue and budget > 0 and len(self.running) + len(self.part) < self.seats:
-            r = self.queue[0]
-            tokens = r["prompt"] + r["done"]
-            promised = sum(self.ratio * (s["output"] - s["done"]) for s in self.running)
-            promised += sum(s["output"] - s["done"] for s in fresh)
-            wants = (-(-tokens // self.size) + 1) * self.size + r["output"] - r["done"]
-            if wants >= self.free * self.size - promised:
-                break
-            self.queue.pop(0)
-            self.take(r, tokens)
-            chunks.append((r, self.chunk(r, budget)))
-            budget -= chunks[-1][1]
-            fresh += [r] * (chunks[-1][1] == r["target"])
-        if chunks:
-            return chunks, []
-        before = len(self.running)
-        while sum(self.grows(r) for r in self.running) > self.free:
-            r = min(self.running, key=lambda s: (s["done"], -s["prompt"]))
-            self.running.remove(r)
-            self.free += r["held"]
-            r["held"] = 0
-            r["retracted"] += 1
-            self.queue.append(r)
-        if len(self.running) < before:
-            got = sum(r["done"] + 20 for r in self.running)
-            self.ratio = min(1.0, got / (1 + sum(r["output"] for r in self.running)))
-        for r in self.running:
-            self.free -= self.grows(r)
-            r["held"] += self.grows(r)
-        return [], list(self.running)
-
-    def grows(self, r):
-        """Blocks that the next token needs."""
-        return max(0, -(-(r["prompt"] + r["done"]) // self.size) - r["held"])
-
-    def plan_trtllm(self):
         decoding = list(self.running)
         budget, chunks = self.budget - len(decoding), []
         ready, left, free = [], budget, self.free
@@ -231,42 +175,31 @@ def request(at, prompt, output):
     return {"at": at, "prompt": prompt, "output": output}
 
 
-TOLD = {
-    "sglang": [
-        options(), options(scheduler_recv_interval=4), options(schedule_conservativeness=0.3),
-    ],
-    "trtllm": [
-        options(), options(batch_wait_timeout_iters=5, batch_wait_max_tokens_ratio=0.5),
-    ],
-}  # fmt: skip
+TOLD = [options(), options(batch_wait_timeout_iters=5, batch_wait_max_tokens_ratio=0.5)]
 
 
-@pytest.mark.parametrize("engine", ["sglang", "trtllm"])
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_an_engine_equals_its_twin(one_engine, engine, data):
+def test_an_engine_equals_its_twin(one_engine, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    n, told = int(rng.integers(1, 25)), data.draw(st.sampled_from(TOLD[engine]))
+    n, told = int(rng.integers(1, 25)), data.draw(st.sampled_from(TOLD))
     seats, budget = int(rng.integers(1, 9)), int(rng.choice([24, 40, 64]))
     at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
     requests = [request(float(a), int(rng.integers(2, 24)), int(rng.integers(2, 40))) for a in at]
     size = int(rng.choice([1, 4]))
     most = max(-(-(r["prompt"] + r["output"]) // size) for r in requests)
     blocks = most + 2 + int(rng.choice([0, 3, 10, 500]))
-    rules = rules_of(engine, told, budget, 1)
+    rules = rules_of("trtllm", told, budget, 1)
     record = one_engine(requests, rules, seats, budget, blocks, size)
-    found = Twin(engine, told, seats, budget, blocks, size).run(requests)
+    found = Twin(told, seats, budget, blocks, size).run(requests)
     for name, column in (("first", "first_token_s"), ("end", "finish_s")):
         np.testing.assert_allclose(record.requests[column], [r[name] for r in found], rtol=1e-12)
-    assert record.requests["preemptions"].tolist() == [r["retracted"] for r in found]
+    assert not record.requests["preemptions"].any()
 
 
-def test_twins_see_retractions_and_waits():
-    """The property above would be empty if nothing were retracted or put off."""
-    requests = [request(0.0, 8, 30) for _ in range(4)]
-    twin = Twin("sglang", options(schedule_conservativeness=0.1), 8, 64, 26, 4)
-    assert sum(r["retracted"] for r in twin.run(requests)) > 0
-    twin = Twin("trtllm", TOLD["trtllm"][1], 8, 64, 100, 4)
+def test_the_twin_sees_waits():
+    """The property above would be empty if nothing were put off."""
+    twin = Twin(TOLD[1], 8, 64, 100, 4)
     _, second = twin.run([request(0.0, 8, 30), request(2.5, 8, 4)])
     assert second["first"] - second["at"] > 5 * STEP_S
 

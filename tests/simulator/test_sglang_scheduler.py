@@ -5,10 +5,8 @@ did with the cases below is recorded in ``sglang_steps.json``. ``SGLANG_PYTHON``
 sglang and torch for CPUs, lets it do them again (``VLLM_RECORD=1`` records it).
 
 A sequence's end is found when the step after next is planned: it rides in the next step, and holds
-its place and its KV cache for so long. That is not simulated: steps of riders alone take no time
-here, places and KV cache suffice for all, and of ``--enable-mixed-chunk`` what comes before riders
-take room from prompts is compared. Where KV is scarce, `sglang_rules.py` says what SGLang does, and
-is held to ``sglang_scarce_steps.json``; the compiled engine differs.
+its place and its KV cache for so long. ``sglang_scarce_steps.json`` has loads for which KV, and
+perhaps places, do not suffice, without the radix cache.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
@@ -47,12 +47,12 @@ def case(seed):
         for r in requests:
             n = (r["prompt"] - 1) // _SHARED
             r["path"] = np.minimum(rng.integers(3, size=n), 1).tolist()
-    settings = {"seats": _SEATS, "chunk": chunk, "tokens": _TOKENS}
-    settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": bool(rng.random() < 0.3)}
+    wanted = {"seats": _SEATS, "chunk": chunk, "tokens": _TOKENS}
+    wanted |= {"recv_interval": int(rng.choice([1, 4])), "mixed": bool(rng.random() < 0.3)}
     if seed >= _N_WITHOUT_CACHE:
-        settings |= {"mixed": False, "cache": True, "block_size": _SHARED}
-    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
-    return {"requests": requests, "settings": settings, "costs": costs}
+        wanted |= {"mixed": False, "cache": True, "block_size": _SHARED}
+    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 1}
+    return {"requests": requests, "settings": wanted, "costs": costs}
 
 
 def scarce_case(seed):
@@ -61,27 +61,27 @@ def scarce_case(seed):
     n, chunk = int(rng.integers(4, 25)), int(rng.choice([24, 40, 64]))
     at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
     requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(2, 40))) for a in at]
-    settings = {"seats": int(rng.choice([4, 32])), "chunk": chunk}
-    settings |= {"tokens": int(rng.choice([160, 256, 400]))}
-    settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": False}
-    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
-    return {"requests": requests, "settings": settings, "costs": costs}
+    wanted = {"seats": int(rng.choice([4, 32])), "chunk": chunk}
+    wanted |= {"tokens": int(rng.choice([160, 256, 400]))}
+    wanted |= {"recv_interval": int(rng.choice([1, 4])), "mixed": False}
+    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 1}
+    return {"requests": requests, "settings": wanted, "costs": costs}
 
 
 def as_recorded(done, mixed):
-    """Steps that took time: begin, end, prompt tokens, sequences that decode; ends of requests.
+    """Steps until the last end: begin, end, prompt tokens, sequences that decode; ends of requests.
 
     And when riders first take room in a step with prompts.
     """
+    names = ("first", "finish", "cached")
+    told = {name: [r[name] for r in done["requests"]] for name in names}
     steps = [
-        [s["start"], s["end"], sum(s["prompts"].values()), len(s["decodes"]) - s["riders"]]
+        [s["start"], s["end"], sum(s["prompts"].values()), len(s["decodes"])]
         for s in done["steps"]
-        if s["end"] > s["start"]
+        if s["start"] < max(told["finish"])
     ]
     short = [s["start"] for s in done["steps"] if mixed and s["prompts"] and s["room"] > 0]
     until = min(short, default=1e9)
-    names = ("first", "finish", "cached")
-    told = {name: [r[name] for r in done["requests"]] for name in names}
     return {"steps": steps, "until": until} | told
 
 
@@ -107,19 +107,53 @@ def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, se
         there = np.array(theirs[name])[here]
         np.testing.assert_allclose(record.requests[ours][here], there, rtol=1e-12)
     expected = [step for step in theirs["steps"] if step[0] < theirs["until"]]
-    steps = record.decode_steps[: len(expected)]
-    prompts = steps["chunk_tokens"] + steps["joined"]
-    decoding = steps["sequences"] - steps["joined"]
-    found = np.column_stack([steps["start"], steps["end"], prompts, decoding])
+    found = as_table(record.decode_steps[: len(expected)])
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+def as_table(steps):
+    """The columns of `as_recorded`; where prompts are computed alone, all tokens are of theirs,
+    one of which may have been lost by a retraction."""
+    alone = (steps["joined"] > 0) & (steps["sequences"] == steps["joined"])
+    joined = np.where(alone, steps["tokens"], steps["joined"])
+    prompts, decoding = steps["chunk_tokens"] + joined, steps["tokens"] - joined
+    return np.column_stack([steps["start"], steps["end"], prompts, decoding])
+
+
 @on_each("seed", range(_N_SCARCE))
-def test_the_rules_where_kv_is_scarce_equal_sglangs_scheduler(seed):
+def test_our_rules_equal_sglangs_scheduler_where_kv_is_scarce(one_engine, seed):
     theirs = json.loads((_HERE / "sglang_scarce_steps.json").read_text())[seed]
     given = scarce_case(seed)
-    engine = Engine(given["requests"], given["settings"], given["costs"])
-    np.testing.assert_allclose(engine.run(), theirs, rtol=1e-9)
+    wanted = given["settings"]
+    told = options(scheduler_recv_interval=wanted["recv_interval"])
+    rules = rules_of("sglang", told, wanted["chunk"], 1)
+    sizes = wanted["seats"], wanted["chunk"], wanted["tokens"], 1
+    record = one_engine(given["requests"], rules, *sizes)
+    np.testing.assert_allclose(as_table(record.decode_steps), theirs, rtol=1e-9)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_loads_equal_the_rules_that_are_to_be_read(one_engine, data):
+    """Where KV and places are so scarce that many are retracted, of which no record has enough."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    n, conservative = int(rng.integers(1, 25)), data.draw(st.sampled_from([0.1, 0.3, 1.0]))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
+    requests = [request(float(a), int(rng.integers(2, 60)), int(rng.integers(2, 40))) for a in at]
+    most = max(r["prompt"] + r["output"] for r in requests)
+    wanted = {"seats": int(rng.integers(1, 9)), "chunk": int(rng.choice([24, 40, 64]))}
+    wanted |= {"tokens": most + 2 + int(rng.choice([0, 3, 10, 60, 500]))}
+    wanted |= {"recv_interval": int(rng.choice([1, 4]))}
+    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S}
+    told = options(
+        scheduler_recv_interval=wanted["recv_interval"], schedule_conservativeness=conservative
+    )
+    rules = rules_of("sglang", told, wanted["chunk"], 1)
+    sizes = wanted["seats"], wanted["chunk"], wanted["tokens"], 1
+    record = one_engine(requests, rules, *sizes)
+    steps = Engine(requests, wanted, costs, conservative).run()
+    steps = [step for step in steps if step[0] < record.requests["finish_s"].max()]
+    np.testing.assert_allclose(as_table(record.decode_steps), steps, rtol=1e-9)
 
 
 def test_the_cases_hold_what_may_differ(recorded):

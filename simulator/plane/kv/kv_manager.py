@@ -180,8 +180,7 @@ def allocate(
     new = blocks_of(slots, size) - found + record.window_blocks
     apart = kv.groups * max(_NONE, blocks_of(slots, size) - max(skipped, found))
     if reserve == OF_SHARE:
-        beside = (new + idle + 1) * size + min(record.output_len - record.generated, _CLIPPED)
-        if beside >= n_free(engines.workers, w) * size - promised(engines, w):
+        if _lacks_share(engines, w, request, new + idle):
             return -1
     elif not fits(engines, w, new + apart + idle):
         return -1
@@ -369,13 +368,39 @@ def _slide(engines: Engines, w: int, request: int, computed: int, held: int) -> 
 
 
 @compiled()
+def lacks_room(engines: Engines, w: int, request: int) -> Any:
+    """Whether SGLang would find too little KV free for a request (`PrefillAdder.add_one_req`)."""
+    record, size = engines.requests[request], engines.settings[0].block_size
+    tokens, found, idle = record.prompt_len + record.generated, _NONE, _NONE
+    if engines.pools[engines.pool_of[w]].prefix_caching:
+        found, idle, _ = _find(engines, w, request, tokens)
+    new = blocks_of(tokens, size) - found + record.window_blocks
+    return _lacks_share(engines, w, request, new + idle)
+
+
+@compiled()
+def _lacks_share(engines: Engines, w: int, request: int, blocks: int) -> Any:
+    """Whether too little is free for this number of ``blocks`` and the output of a request, beside
+    what is promised to others."""
+    record, size = engines.requests[request], engines.settings[0].block_size
+    wanted = blocks * size + min(record.output_len - record.generated, _CLIPPED)
+    return bool(wanted >= n_free(engines.workers, w) * size - promised(engines, w))
+
+
+@compiled()
 def promised(engines: Engines, w: int) -> Any:
-    """Return the tokens that running sequences' outputs are expected to take (SGLang): a share of
-    what is to come, all for those that join."""
-    worker, tokens = engines.workers[w], 0.0
+    """Return the tokens that running sequences' outputs are expected to take (SGLang's
+    `PrefillAdder`): a share of what is to come, as far as outputs are known, and whole outputs of
+    those that join."""
+    worker, late = engines.workers[w], engines.pools[engines.pool_of[w]].frees_late
+    tokens = worker.share * float(worker.ended_places)
     for i in range(worker.batch):
-        left = float(min(engines.sequences[w, i].tokens_left, _CLIPPED))
-        tokens += left if i >= worker.batch - worker.joined else worker.share * left
+        sequence = engines.sequences[w, i]
+        if i >= worker.batch - worker.joined:
+            tokens += float(min(sequence.output_len, _CLIPPED))
+        else:
+            left = sequence.tokens_left + late * sequence.got
+            tokens += worker.share * float(min(left, _CLIPPED))
     return tokens
 
 

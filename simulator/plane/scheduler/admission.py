@@ -11,14 +11,16 @@ import numpy as np
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, wake
 from eldr_sim.simulator.plane.kv import kv_loads
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.kv.kv_loads import WAITS
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     allocate,
     cached_tokens,
     can_join,
+    lacks_room,
     only_prompts,
+    promised,
     publish_tokens,
     side_of,
     slide_context,
@@ -88,17 +90,26 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
     by_key = pool.preempt_by_key or pool.fewest_first
     if worker.loading_head >= 0 and not defers and not _admit_loaded(clock, events, engines, w):
         return
-    while _is_open(engines, w, _NONE):
+    before = np.int64(worker.n_admitted)
+    while _goes_on(engines, w, before):
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
         if lost >= 0 and (not by_key or new < 0 or goes_before(engines, w, lost, new)):
+            if pool.fills_up and budget_left(engines, w) <= 0:
+                worker.full = lacks_room(engines, w, lost)
+                return
             if defers or not _admit_preempted(clock, events, engines, w, lost):
+                worker.full = pool.fills_up
                 worker.blocked = worker.blocked or pool.reserve == OF_SHARE
                 return  # nobody overtakes who is next
         elif new < 0 or (defers and not _fetches(engines, w, new)):
             return  # to fetch a KV cache computes nothing and is not put off
+        elif pool.fills_up and budget_left(engines, w) <= 0:
+            worker.full = lacks_room(engines, w, new)
+            return
         elif not _admit_new(clock, events, engines, w, new):
+            worker.full = pool.fills_up
             worker.blocked = pool.aging_s < np.inf and new != worker.oldest
             worker.blocked = (
                 worker.blocked or pool.reserve == OF_SHARE
@@ -121,8 +132,7 @@ def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
         prompt = engines.requests[new].prompt_len + engines.requests[new].generated
         if prompt - cached_tokens(engines, w, new, prompt) > left:
             return NO_TOKENS
-    places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    if places - worker.riding - worker.ended_places <= 0:
+    if _places(worker, pool) <= 0:
         return NO_SEAT
     return PUT_OFF if defers else NO_BLOCKS
 
@@ -196,9 +206,32 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
 def _is_open(engines: Engines, w: int, drafts: int) -> Any:
     """Whether the next step has a place and tokens of its budget left: one, and ``drafts``."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    places -= worker.riding + worker.ended_places
-    return bool(places > 0 and budget_left(engines, w) > drafts)
+    return bool(_places(worker, pool) > 0 and budget_left(engines, w) > drafts)
+
+
+@compiled()
+def _places(worker: Any, pool: Any) -> Any:
+    """Return the places in the batch that are free."""
+    held = worker.batch + worker.prefilling + worker.leaving
+    return pool.max_num_seqs - held - worker.riding - worker.ended_places - worker.unfiltered
+
+
+@compiled()
+def _goes_on(engines: Engines, w: int, before: int) -> Any:
+    """Whether the engine looks at the next request, ``before`` having been admitted when the step
+    was planned. SGLang notes where its batch is full (`PrefillAdder.budget_state`), where a chunk
+    has used up the budget, too."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    if not pool.fills_up:
+        return _is_open(engines, w, _NONE)
+    begins, left = worker.n_admitted == before, budget_left(engines, w)
+    if not begins and worker.prefilling == 0:
+        free = n_free(engines.workers, w) * engines.settings[0].block_size
+        worker.full = worker.full or promised(engines, w) >= free
+    if worker.full or not waits_for_blocks(worker) or (left <= 0 and not begins):
+        return False
+    worker.full = _places(worker, pool) <= 0
+    return bool(not worker.full)
 
 
 @compiled()

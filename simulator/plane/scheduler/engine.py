@@ -36,6 +36,7 @@ from eldr_sim.simulator.plane.scheduler.preemption import (
     goes_before,
     lacks_blocks,
     preempt,
+    retract,
     unprocessed,
 )
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
@@ -195,7 +196,9 @@ def publish_signals(engines: kv_manager.Engines, first: int, n: int, signals: An
 
 
 @compiled()
-def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> None:
+def boundary(
+    clock: Any, events: Any, engines: kv_manager.Engines, w: int, log: Any, gaps: Any
+) -> None:  # fmt: skip
     """Do what an engine does between two steps: end, preempt, admit, plan."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     worker.wake = -1.0
@@ -210,8 +213,10 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
     if pool.caches_late:
         _publish_known(clock, engines, w)
     balances = pool.balance_steps > 0 and waits_for_engines(engines, w)
-    if _is_idle(worker):
-        _free_ended(engines, w)
+    if pool.fills_up:
+        _open_batch(engines, w)
+    elif _is_idle(worker):
+        _free_ended(clock, engines, w)
         worker.share = pool.first_share
         _append_late(engines, w)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
@@ -230,7 +235,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         if worker.one_step:
             break
         defers = defers and worker.batch > 0
-        _free_ended(engines, w)
+        _free_ended(clock, engines, w)
         _append_late(engines, w)
         for i in range(worker.batch + worker.prefilling):  # their outputs are known now
             sequence = engines.sequences[w, i]
@@ -240,15 +245,20 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         kv_manager.take_all_slots(engines, w)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
+        if worker.full and not has_step(worker) and worker.ended_places == 0:
+            _open_batch(engines, w)  # nothing is launched, and the loop goes round once more
+            admit(clock, events, engines, w, defers)
         worker.stopped = what_stopped(engines, w, defers)
-    if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
+    if pool.fills_up:
+        _close_batch(clock, engines, w, log, gaps)
+    elif not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
         preempt(clock, engines, w, False)  # a step of prompts needs nothing for those that decode
     if defers and has_step(worker):
         worker.one_step = True  # look again before the next step
     if has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.ended_places > 0 or worker.ended_head >= 0:
-        _free_ended(engines, w)
+        _free_ended(clock, engines, w)
         if has_step(worker):
             worker.one_step = True  # others may take their places in the step after it
         else:
@@ -260,6 +270,45 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
             wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def _open_batch(engines: kv_manager.Engines, w: int) -> None:
+    """Let SGLang admit requests again where a chunk has left the last batch
+    (`get_next_batch_to_run`), or nothing runs and its loop goes round once more."""
+    worker = engines.workers[w]
+    if worker.prefilling > 0:
+        worker.full = False
+    if worker.batch + worker.prefilling + worker.riding + worker.ended_places > 0:
+        return
+    waiting = waits_for_blocks(worker)
+    if worker.full or not waiting:
+        if not waiting and worker.late_head < 0:
+            worker.share = engines.pools[engines.pool_of[w]].first_share
+        worker.full, worker.unfiltered = False, 0
+        _append_late(engines, w)
+
+
+@compiled()
+def _close_batch(
+    clock: Any, engines: kv_manager.Engines, w: int, log: Any, gaps: Any
+) -> None:  # fmt: skip
+    """Let those leave SGLang's batch that have ended before the last step, when a step of decoding
+    is planned, those of the last step ride in it, and some be retracted for others' KV
+    (`update_running_batch`). Prompts beside no running sequences are a new batch."""
+    worker = engines.workers[w]
+    if worker.joined > 0 or worker.chunk_tokens > 0:
+        held = worker.batch - worker.joined + worker.ended_places + worker.unfiltered
+        worker.full = worker.full and held > 0
+        return
+    leaves = not worker.one_step and worker.unfiltered > 0  # else it has been planned already
+    if worker.ended_places > 0:
+        worker.riding = worker.ended_places
+        worker.riding_tokens = worker.ended_places
+    if retract(clock, engines, w, log, gaps) or leaves:
+        worker.full = False
+        worker.unfiltered = worker.unfiltered if worker.one_step else _NONE
+        worker.one_step = has_step(worker)  # others are looked at before the step after it
 
 
 @compiled()
@@ -361,7 +410,7 @@ def _release(engines: kv_manager.Engines, w: int, request: int, late: bool) -> N
 
 
 @compiled()
-def _free_ended(engines: kv_manager.Engines, w: int) -> None:
+def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     """Free the places and KV blocks of the sequences that the last step completed."""
     worker, side = engines.workers[w], kv_manager.side_of(engines, w)
     before: Any = np.int64(-1)
@@ -373,11 +422,15 @@ def _free_ended(engines: kv_manager.Engines, w: int) -> None:
     while before >= 0:
         behind = np.int64(engines.requests[before].next)
         record = engines.requests[before]
+        if engines.pools[engines.pool_of[w]].fills_up:
+            _end(clock, engines, before)
         if not kv_manager.only_prompts(engines, w):
             context = record.prompt_len - 1 + record.output_len
             kv_manager.publish_tokens(engines, w, before, context)
         release(engines.kv, engines.tables, engines.workers, w, side, before)
         before = behind
+    if engines.pools[engines.pool_of[w]].fills_up:
+        worker.unfiltered += worker.ended_places
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
 
 
@@ -393,21 +446,24 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
         if sequences[w, i].tokens_left == 0:
             request = sequences[w, i].request
             record = engines.requests[request]
-            record.finish_s = clock[0].now
-            if record.source < 0:  # it has computed its prompt here
-                record.prefill_end_s = record.decode_start_s = record.first_token_s
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
             unknown = unprocessed(engines, w, sequences[w, i].got)
-            kv_manager.publish_tokens(engines, w, request, context - unknown)
+            if not pool.caches_late:
+                kv_manager.publish_tokens(engines, w, request, context - unknown)
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
             kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
-            rides = pool.rides_on and sequences[w, i].got > 1
+            rides = 0 < pool.rides_from <= sequences[w, i].got
             record.ticket = sequences[w, i].ticket  # while it waits to be freed
             _release(engines, w, request, pool.frees_late)
-            leave(clock, engines, state.PENDING_END, request)
-            if not rides:
+            if not (pool.fills_up and pool.frees_late):  # which may still retract it
+                _end(clock, engines, request)
+            if pool.fills_up:
+                sequences[w, places + worker.ended_places] = sequences[w, i]
+                worker.ended_places += pool.frees_late
+                worker.unfiltered += not pool.frees_late
+            elif not rides:
                 worker.ended_places += pool.frees_late
             else:
                 sequences[w, places + worker.riding] = sequences[w, i]
@@ -421,6 +477,16 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     for i in range(worker.batch, worker.batch + worker.prefilling):
         sequences[w, i - gone] = sequences[w, i]
     worker.batch = kept
+
+
+@compiled()
+def _end(clock: Any, engines: kv_manager.Engines, request: int) -> None:
+    """Let a request be completed."""
+    record = engines.requests[request]
+    record.finish_s = clock[0].now
+    if record.source < 0:  # it has computed its prompt here
+        record.prefill_end_s = record.decode_start_s = record.first_token_s
+    leave(clock, engines, state.PENDING_END, request)
 
 
 # --- from outside ---

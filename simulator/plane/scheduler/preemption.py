@@ -31,6 +31,7 @@ from eldr_sim.simulator.plane.scheduler.chunks import (
 from eldr_sim.simulator.plane.state import OF_SHARE
 
 _NONE = np.int64(0)
+_KNOWN = -2.0
 _RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
 
 
@@ -98,6 +99,70 @@ def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> Any:
     if preempts and pool.reserve == OF_SHARE:
         _raise_share(engines, w)
     return preempts
+
+
+@compiled()
+def retract(clock: Any, engines: Engines, w: int, log: Any, gaps: Any) -> Any:
+    """Take back the sequences with the fewest outputs while KV blocks lack (SGLang's
+    `retract_decode`); what the step under way computes for them, perhaps the last token, is lost.
+    Returns whether any was."""
+    worker = engines.workers[w]
+    while worker.batch + worker.riding > 1 and lacks_blocks(engines, w, False):
+        victim = _victim(engines, w)
+        request = engines.sequences[w, victim].request
+        last_token_s = _lose_output(clock, engines, w, victim, log, gaps)
+        if victim < worker.batch:
+            worker.context -= last_token_s > _KNOWN
+            _take_back(clock, engines, w, victim, False)
+        else:
+            _take_back_ended(engines, w, request)
+        if last_token_s >= 0.0:
+            engines.requests[request].last_token_s = last_token_s
+        worker.retracts = True
+    if worker.retracts:
+        _raise_share(engines, w)
+    return worker.retracts
+
+
+@compiled()
+def _lose_output(clock: Any, engines: Engines, w: int, i: int, log: Any, gaps: Any) -> Any:
+    """Take back the token that a sequence gets with the last step, whose output is processed when
+    the next step has been planned; returns when it got the one before, s, -1: there is none,
+    `_KNOWN`: all its tokens are known."""
+    sequence = engines.sequences[w, i]
+    record, now = engines.requests[sequence.request], clock[0].now
+    last: Any = np.int64(clock[0].n_steps - 1)
+    while last >= 0 and log[last].worker != w:
+        last -= 1
+    if not engines.pools[engines.pool_of[w]].frees_late or sequence.got == 0 or last < 0:
+        return _KNOWN
+    sequence.tokens_left += 1
+    sequence.free_slots += 1
+    sequence.got = 0
+    step, last_token_s = log[last], np.float64(log[last].start)
+    step.outputs -= 1
+    step.sequences -= 1
+    step.joined -= step.joined > 0
+    if sequence.tokens_left == sequence.output_len:
+        record.first_token_s = -1.0
+        return -1.0
+    for k in range(clock[0].n_gaps - 1, -1, -1):
+        if gaps[k].last_token_s == record.last_token_s and gaps[k].resumed_s == now:
+            for behind in range(k, clock[0].n_gaps - 1):
+                gaps[behind] = gaps[behind + 1]
+            clock[0].n_gaps -= 1
+            step.rested -= step.rested > 0
+            return record.last_token_s
+    return last_token_s
+
+
+@compiled()
+def _known_outputs(engines: Engines, w: int, i: int) -> Any:
+    """Return the outputs of a sequence that its engine knows when it plans a step: where it plans
+    ahead, without that of the step under way."""
+    sequence = engines.sequences[w, i]
+    unknown = engines.pools[engines.pool_of[w]].frees_late * sequence.got
+    return sequence.output_len - sequence.tokens_left - unknown
 
 
 @compiled()
@@ -300,9 +365,9 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
     """Free the completed sequence that comes behind all others, as vLLM preempts it where its
     output has not been processed; returns its ticket, -1 if the running ``victim`` comes behind
     it."""
-    worker, requests, sequences = engines.workers[w], engines.requests, engines.sequences
-    by_key = engines.pools[engines.pool_of[w]].preempt_by_key
-    last, before, previous = np.int64(-1), np.int64(-1), np.int64(-1)
+    requests, sequences = engines.requests, engines.sequences
+    worker, by_key = engines.workers[w], engines.pools[engines.pool_of[w]].preempt_by_key
+    last: Any = np.int64(-1)
     at: Any = np.int64(worker.ended_head)
     while at >= 0:
         behind = last < 0 and victim < 0
@@ -312,10 +377,33 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
             of = sequences[w, victim].ticket if last < 0 else requests[last].ticket
             behind = of < requests[at].ticket
         if behind:
-            last, before = at, previous
-        previous, at = at, np.int64(requests[at].next)
+            last = at
+        at = np.int64(requests[at].next)
     if last < 0:
         return np.int64(-1)
+    _free_ended(engines, w, last)
+    return np.int64(requests[last].ticket)
+
+
+@compiled()
+def _take_back_ended(engines: Engines, w: int, request: int) -> None:
+    """Take back a sequence that rides in the next step: it has to compute its last token again."""
+    worker, record = engines.workers[w], engines.requests[request]
+    _free_ended(engines, w, request)
+    worker.ended_places -= 1
+    record.generated = record.output_len - 1
+    worker.n_waiting += 1
+    worker.waiting_tokens += record.prompt_len + record.generated
+    append_preempted(engines, w, request)
+
+
+@compiled()
+def _free_ended(engines: Engines, w: int, last: int) -> None:
+    """Free a completed sequence whose output has not been processed: it is preempted."""
+    worker, requests, sequences = engines.workers[w], engines.requests, engines.sequences
+    before, at = np.int64(-1), np.int64(worker.ended_head)
+    while at != last:
+        before, at = at, np.int64(requests[at].next)
     if before < 0:
         worker.ended_head = requests[last].next
     else:
@@ -331,33 +419,35 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
     worker.riding = kept
     requests[last].preemptions += 1
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), last)
-    return np.int64(requests[last].ticket)
 
 
 @compiled()
 def _raise_share(engines: Engines, w: int) -> None:
     """Reserve as much as the running sequences have needed so far, and 20 tokens of each more."""
     worker, got, wanted = engines.workers[w], 0.0, 1.0
-    for i in range(worker.batch):
-        most = engines.requests[engines.sequences[w, i].request].output_len
-        got += float(most - engines.sequences[w, i].tokens_left + _RETRACTED)
-        wanted += float(most)
+    places = engines.sequences.shape[1] // 2
+    for k in range(worker.batch + worker.riding):
+        i = k if k < worker.batch else places + k - worker.batch
+        got += float(_known_outputs(engines, w, i) + _RETRACTED)
+        wanted += float(engines.sequences[w, i].output_len)
     worker.share = min(1.0, got / wanted)
 
 
 @compiled()
 def _victim(engines: Engines, w: int) -> Any:
     """Return the running sequence to preempt: the last one joined, that of the highest key, or,
-    where one stays, of the fewest outputs and then the longest prompt."""
+    where one stays, of the fewest outputs and then the longest prompt, the last of equal ones."""
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     last = worker.batch + worker.prefilling - 1
     victim = last  # -1: none runs
-    if engines.pools[engines.pool_of[w]].fewest_first and worker.batch > 1:
+    riders = worker.riding if engines.pools[engines.pool_of[w]].fills_up else _NONE
+    if engines.pools[engines.pool_of[w]].fewest_first and worker.batch + riders > 1:
         victim, fewest, longest = _NONE, np.int64(-1), _NONE
-        for i in range(worker.batch):
-            record = requests[sequences[w, i].request]
-            outputs, prompt = record.output_len - sequences[w, i].tokens_left, record.prompt_len
-            if fewest < 0 or outputs < fewest or (outputs == fewest and prompt > longest):
+        for k in range(worker.batch + riders):
+            i = np.int64(k) if k < worker.batch else sequences.shape[1] // 2 + k - worker.batch
+            outputs = _known_outputs(engines, w, i)
+            prompt = requests[sequences[w, i].request].prompt_len
+            if fewest < 0 or outputs < fewest or (outputs == fewest and prompt >= longest):
                 victim, fewest, longest = np.int64(i), outputs, prompt
         return victim
     pool = engines.pools[engines.pool_of[w]]

@@ -314,7 +314,8 @@ def _finish(
         worker.polled = 0  # who computes prompts looks at once
     else:
         worker.polled += 1
-        worker.share = max(pool.least_share, worker.share - pool.share_step)
+        if not worker.retracts:
+            worker.share = max(pool.least_share, worker.share - pool.share_step)
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
     row.waiting, row.stopped = worker.n_waiting, worker.stopped
@@ -330,7 +331,7 @@ def _finish(
         queued = max(worker.new_head, worker.arrived_head, worker.preempted_head) >= 0
         planned_ahead = planned_ahead or queued or worker.prefilling > 0
     worker.riding = worker.riding_tokens = 0
-    worker.one_step = worker.blocked = worker.planned = False
+    worker.one_step = worker.blocked = worker.planned = worker.retracts = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
     worker.last_admitted = worker.n_admitted
     worker.next_start = end

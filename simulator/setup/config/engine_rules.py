@@ -70,14 +70,18 @@ class EngineRules:
     least_share: float = 0.0  #: at last,
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
+    #: Who has ended stays in the batch until a step of decoding is planned, and where a request
+    #: found no room, none is admitted before one has left it (SGLang's ``batch_is_full``).
+    fills_up: bool = False
     #: A prompt takes the KV blocks of a chunk when it is scheduled, else all when it is admitted.
     allocates_chunks: bool = True
     forgets_outputs: bool = False  #: a preempted sequence's generated tokens leave the cache
     #: Where it schedules ahead, the plan of a step finds no prompt that the step before computed.
     caches_late: bool = False
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
-    #: Where it schedules ahead, who ends sooner than it had to, by its drafts, rides a step more.
-    rides_on: bool = True
+    #: Where it schedules ahead, a sequence that ends with this many tokens of a step or more rides
+    #: in the next one that decodes (vLLM's ended sooner than it had to, by drafts); 0: none does.
+    rides_from: int = 2
     #: Where it schedules ahead, a completed sequence keeps its place and its KV blocks until its
     #: output has been processed, which is after the next step has been planned.
     frees_late: bool = True
@@ -116,11 +120,11 @@ def rules_of(
             least_share=_LEAST * first,
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
+            fills_up=not options.enable_mixed_chunk,
             forgets_outputs=True,
             caches_late=True,  # `cache_unfinished_req` comes with a step's output
             token_with_kv=True,
-            rides_on=False,
-            frees_late=False,
+            rides_from=1,  # `Scheduler.event_loop_overlap`
             allocates_chunks=False,
             drops_block=False,
             eager_prompts=options.piecewise_cuda_graph is False,
@@ -139,7 +143,7 @@ def rules_of(
             batching_steps=10 if batching is None else batching,
             reserve=int(OF_PROMPT if evicts else TO_THE_END),
             token_with_kv=True,
-            rides_on=False,
+            rides_from=0,
             frees_late=False,
             allocates_chunks=False,
             drops_block=False,
