@@ -143,6 +143,7 @@ BLOCK = np.dtype(
         ("behind", np.int32),  # (or the next spare block)
         ("copy", np.int32),  # next block of the same contents, or an older run of the request
         ("loader", np.int32),  # request for which it is on its way from a tier, or -1
+        ("first", np.bool_),  # it is found by its hash, the first of those of the same contents
     ],
     align=True,
 )

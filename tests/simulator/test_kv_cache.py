@@ -17,8 +17,8 @@ from ..kv_hashes import block_hashes
 
 
 @numba.njit
-def find(kv, w, request, tokens, size, prefix):
-    return kv_cache.find(kv, w, 0, request, tokens, size, prefix)
+def find(kv, w, request, parent, tokens, size, prefix):
+    return kv_cache.find(kv, w, 0, request, parent, tokens, size, prefix)
 
 
 @numba.njit
@@ -88,6 +88,7 @@ class Cache:
         self.tables = np.zeros((n, 1), state.BLOCK_TABLE)
         self.keys = [block_hashes(self.workload, i, size) for i in range(n)]
         self.tokens = {}  # of the contexts that are held
+        self.last = -1  # whose blocks are looked at first, whatever has become of them
 
     @property
     def worker(self):
@@ -100,7 +101,8 @@ class Cache:
     def allocate(self, request, tokens=None):
         """Take the blocks of a context as the engine does; return cached tokens, None: no room."""
         tokens = self.lengths[request] if tokens is None else tokens
-        found, idle = find(self.kv, W, request, tokens, self.size, self.prefix)
+        found, idle = find(self.kv, W, request, self.last, tokens, self.size, self.prefix)
+        self.last = request
         new = -(-tokens // self.size) - found
         if new + idle > self.n_free:
             return None

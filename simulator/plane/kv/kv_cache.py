@@ -246,14 +246,20 @@ def slide(
 
 @compiled()
 def find(
-    kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
-) -> Any:
-    """Note the cached blocks of a context; returns how many, and how many of them are free."""
+    kv: Any, w: int, side: int, request: int, parent: int, tokens: int, block_size: int,
+    prefix_tokens: int,
+) -> Any:  # fmt: skip
+    """Note the cached blocks of a context; returns how many, and how many of them are free. Those
+    that ``parent``, the turn before or -1, had are looked at first: most are still there."""
     first, shared = kv.first_listed[request], n_shared(kv, request)
+    before = kv.first_listed[max(parent, 0)]
+    known = n_shared(kv, parent) if parent >= 0 else np.int64(0)
     limit, idle = (tokens - 1) // block_size, 0
     for number in range(min(shared, limit)):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
-        block = kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] - 1
+        block: Any = np.int64(kv.listed[side, before + number] if number < known else 0)
+        if kv.blocks[w, block].block_hash != key or not kv.blocks[w, block].first:
+            block = np.int64(kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] - 1)
         if block < 0:
             return number, idle
         kv.listed[side, first + number] = block
@@ -437,11 +443,11 @@ def _store(kv: Any, workers: Any, w: int, key: int, request: int) -> Any:
     block = new_record(kv.blocks, workers, w)
     record = kv.blocks[w, block]
     record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
-    record.loader, record.run = -1, 0
+    record.loader, record.run, record.first = -1, 0, False
     slot = slot_of(kv.hash_slots, kv.blocks, w, key)
     known = kv.hash_slots[w, slot] - 1
     if known < 0:
-        kv.hash_slots[w, slot] = block + 1
+        kv.hash_slots[w, slot], record.first = block + 1, True
         _note(kv, w, block, np.int64(1))
     else:  # as in vLLM a block that is computed twice is there twice
         while kv.blocks[w, known].copy >= 0:
@@ -530,11 +536,12 @@ def _lose_contents(kv: Any, workers: Any, w: int, block: int) -> Any:
             known = kv.blocks[w, known].copy
         kv.blocks[w, known].copy = copy
     elif copy >= 0:  # the copies take over in order of age
-        kv.hash_slots[w, slot] = copy + 1
+        kv.hash_slots[w, slot], kv.blocks[w, copy].first = copy + 1, True
     else:
         forget(kv.hash_slots, kv.blocks, w, slot)
         if kv.blocks[w, block].run == 0:
             _note(kv, w, block, np.int64(0))
+    kv.blocks[w, block].first = False
     give_up_record(kv.blocks, workers, w, block)
     return last
 
@@ -570,3 +577,4 @@ def forget_blocks(kv: KVCache, w: int) -> None:
                 kv.n_events[0] += 1
     kv.hash_slots[w] = 0
     kv.blocks["run"][w] = 0
+    kv.blocks["first"][w] = False

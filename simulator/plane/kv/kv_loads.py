@@ -190,10 +190,11 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
     if load.pulling:
         load.saved_s += _saved(engines, w, found + more, end_of_all)
         tokens, peer = end_of_all * size, load.peer
+        parent = engines.requests[request].parent
         publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
         for number in range(found + more, end_of_all):
             kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
-        held, _ = find(kv, peer, 1 - side, request, tokens + 1, size, prefix)
+        held, _ = find(kv, peer, 1 - side, request, parent, tokens + 1, size, prefix)
         engines.tables[request, 1 - side].found = held
         hold(kv, engines.tables, engines.workers, peer, 1 - side, request, _NONE)
         tiers.links[w, tiers.loading[0].pulls].loaded += pulled

@@ -208,20 +208,22 @@ def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
     """Note the cached blocks of a context that are used; returns those, how many are idle, and the
     end of those that layers with full attention alone have, or 0."""
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
-    side = side_of(engines, w)
+    side, parent = side_of(engines, w), engines.requests[request].parent
     drop = np.int64(engines.pools[engines.pool_of[w]].drops_block)
     if engines.kv.groups > 0:
         limit = min((tokens - 1) // size + drop, tokens // size)
-        known, idle = find(engines.kv, w, side, request, limit * size + 1, size, prefix)
+        known, idle = find(engines.kv, w, side, request, parent, limit * size + 1, size, prefix)
         known = max(_NONE, known - drop)
         reach = engines.kv.reach + drop
         end = window_end(engines.kv, w, request, min(known + drop, limit), reach)
         end = max(_NONE, end - drop)
-        found, idle = find(engines.kv, w, side, request, end * size + 1, size, prefix)
+        found, idle = find(engines.kv, w, side, request, parent, end * size + 1, size, prefix)
         return found, idle, known if known > found else _NONE
-    found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
+    found, idle = find(engines.kv, w, side, request, parent, tokens, size, prefix)
     if found > 0 and drop > 0:
-        found, idle = find(engines.kv, w, side, request, (found - 1) * size + 1, size, prefix)
+        found, idle = find(
+            engines.kv, w, side, request, parent, (found - 1) * size + 1, size, prefix
+        )
     return found, idle, _NONE
 
 
