@@ -57,20 +57,23 @@ class Rule:
     def pick(self, workers: Workers) -> int | None:
         """Return the chosen worker's index, the least loaded healthy one of the pool where none of
         the rule's is, else None. ``workers``: their signals are read when they have changed."""
-        usable = workers.usable()
-        order = [*range(self.turn, len(self.workers)), *range(self.turn)]
-        if len(usable) < len(workers.loads):
-            healthy = set(usable)
-            order = [place for place in order if self.workers[place] in healthy]
+        order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
+        if not workers.healthy.all():
+            healthy = workers.healthy.tolist()
+            order = [place for place in order if healthy[self.workers[place]]]
         if not order:
             loads: list[int] = workers.loads.tolist()
+            usable = workers.usable()
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)
-        score = self._scores(workers)
-        place: int = min(order, key=lambda i: score[self.workers[i]])
-        if self.rng is not None:
-            least = score[self.workers[place]]
-            tied = [i for i in order if score[self.workers[i]] == least]
-            place = tied[int(self.rng.integers(len(tied)))]
+        place: int = order[0]
+        if any(self.weights) or self.rng is not None:
+            of_pool = self._scores(workers)
+            scores = [of_pool[self.workers[i]] for i in order]
+            least = min(scores)
+            place = order[scores.index(least)]
+            if self.rng is not None:
+                tied = [i for i, score in zip(order, scores, strict=True) if score == least]
+                place = tied[int(self.rng.integers(len(tied)))]
         if self.in_turn:
             self.turn = (place + 1) % len(self.workers)
         if self.signals:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from eldr_sim.arrays import Ints
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.rule import Rule
@@ -55,18 +55,19 @@ class GimbalPolicy(RouterPolicy):
         if engine is None:
             return None
         usable = np.flatnonzero(workers.healthy)
-        balanced = self._balance(usable, workers)
+        kv = workers.kv_usage[usable]
+        balanced = self._balance(usable, kv, workers)
         if balanced is not None:
             engine = balanced
-        elif workers.kv_usage[usable].max() < self.parameters.kv:
+        elif kv.max() < self.parameters.kv:
             engine = self._engine_of(request.session, workers, engine)
         if request.session is not None:
             self._user_engine[request.session] = engine, workers.now_s
         return engine
 
-    def _balance(self, usable: Ints, workers: Workers) -> int | None:
+    def _balance(self, usable: Ints, kv: Floats, workers: Workers) -> int | None:
         """Return the engine of least KV usage or load; None where both are balanced."""
-        parameters, kv = self.parameters, workers.kv_usage[usable]
+        parameters = self.parameters
         saturated = kv.max() >= parameters.kv
         if saturated and kv.max() - kv.min() >= parameters.kv_difference:
             return int(usable[np.argmin(kv)])
