@@ -134,14 +134,14 @@ def distrusted_files(place: Path) -> str:
     """Return the same of what lies in a folder, at any depth."""
     if hasattr(os, "getuid"):
         for folder, _, names in os.walk(place):
-            for path in (Path(folder), *(Path(folder, name) for name in names)):
+            for path in (folder, *(f"{folder}/{name}" for name in names)):
                 with contextlib.suppress(OSError):  # another process may have removed it
-                    if reason := _open_to_others(path, path.lstat()):
+                    if reason := _open_to_others(path, os.lstat(path)):
                         return reason
     return ""
 
 
-def _open_to_others(path: Path, about: os.stat_result, is_above: bool = False) -> str:
+def _open_to_others(path: Path | str, about: os.stat_result, is_above: bool = False) -> str:
     if about.st_uid not in (0, os.getuid()):
         return f"{path} belongs to another user"
     mode = about.st_mode
