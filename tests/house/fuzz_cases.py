@@ -388,12 +388,22 @@ def _small_trace(rng: Any, folder: Path) -> Path:
     return folder / "trace"
 
 
-def _small_run(trace: Path, folder: Path) -> list[str]:
+def small_trace(rng: Any, folder: Path) -> tuple[Path, Path]:
+    """Write a trace and the configuration of its model, of 8 experts in 3 layers."""
+    return _small_trace(rng, folder), _small_model(folder)
+
+
+def _small_model(folder: Path) -> Path:
     model = folder / "m" / "config.json"
     model.parent.mkdir()
     size = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}
     size["layer_types"] = ["full_attention"] * 3
     model.write_text(json.dumps(good_model() | size))
+    return model
+
+
+def _small_run(trace: Path, folder: Path) -> list[str]:
+    model = _small_model(folder)
     argv = ["run", "--model", str(model), "--trace", str(trace), "--workload", "trace"]
     return [*argv, "--num-prompts", "5", "--topology", "1P2D", "--out", str(folder / "out")]
 

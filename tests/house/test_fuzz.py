@@ -46,14 +46,13 @@ def figures(folder):
 
 @pytest.mark.parametrize(
     ("kind", "most"),
-    [("disaggregated", 1), ("groups", 1)]
-    + [pytest.param(kind, None, marks=pytest.mark.slow) for kind in BASES],
+    [("disaggregated", 1)] + [pytest.param(kind, None, marks=pytest.mark.slow) for kind in BASES],
 )
 def test_a_field_of_a_config_file_shows_or_is_refused_or_named(kind, most, run_cli, tmp_path):
     """With each field of its own, a run is refused, differs, or names the field as without effect.
 
     What is named has none: the rows of requests and steps are those of the run without it. The
-    default suite tries one value of each field, two kinds of run.
+    default suite tries one value of each field in one kind of run.
     """
     base, given, out = base_of(kind), tmp_path / "given.yaml", tmp_path / "out"
 
