@@ -40,6 +40,8 @@ class GPU(BaseModel):
     host_bandwidth: float = Field(default=0, ge=0)
     #: Host time to launch one kernel without CUDA graphs, seconds; None where nobody has said.
     launch_s: float | None = Field(default=None, gt=0)
+    #: The same of a step that vLLM has compiled; None: ``launch_s``.
+    compiled_launch_s: float | None = Field(default=None, gt=0)
     #: Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime.
     engine_reserved_bytes: int = Field(ge=0)
     #: Default of ``vllm serve --max-num-seqs`` on this GPU.
@@ -58,6 +60,7 @@ class GPU(BaseModel):
     #: Where ``host_bandwidth`` comes from: its provenance, then the evidence.
     host_bandwidth_source: str = ""
     launch_source: str = ""  #: where ``launch_s`` comes from
+    compiled_launch_source: str = ""  #: where ``compiled_launch_s`` comes from
     engine_reserved_source: str = _UNSAID  #: where ``engine_reserved_bytes`` comes from
     defaults_source: str = _UNSAID  #: where the two server defaults come from
 

@@ -24,10 +24,13 @@ class StepCost(NamedTuple):
     prompt_share_s: Floats  #: ``[context + 1]`` likewise, beside others
     prompt_floor_s: float
     prompt_token_s: float  #: of reading one cached token
-    #: In which the host launches the kernels of a step without prompts and with; 0 with graphs.
+    #: In which the host launches the kernels of a step without prompts and with; 0 with graphs of
+    #: any size.
     launch_s: float = 0.0
     prompt_launch_s: float = 0.0
-    graph_tokens: int = 0  #: an engine's step with prompts of at most this many tokens is a graph
+    #: Steps without prompts and with of at most this many tokens are graphs.
+    graph_tokens: int = 0
+    prompt_graph_tokens: int = 0
 
 
 class RankMoE(NamedTuple):

@@ -246,15 +246,16 @@ class Parts:
         self._record_roofline("moe")
         return bound
 
-    def launches_s(self, rotates_inside: bool = False) -> float:
+    def launches_s(self, *, compiled: bool = False) -> float:
         """Host time in which a step without graphs launches its kernels; InputError: not known of
-        hosts of this GPU. ``rotates_inside``: attention rotates and caches, as SGLang's and
-        TensorRT-LLM's."""
+        hosts of this GPU. ``compiled``: those that vLLM compiles. Attention of SGLang and
+        TensorRT-LLM rotates and caches."""
         model, gpu = self.whole, self.gpu
+        rotates_inside = self.engine.name != "vllm"
         if gpu.launch_s is None:
             problem = f"the kernel launch time of the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
-        small = layer_kernels(model, compiled=False) - (2 if rotates_inside else 0)
+        small = layer_kernels(model, compiled=compiled) - (2 if rotates_inside else 0)
         # Layers of linear attention neither attend, rotate, cache, nor norm queries and keys.
         spared = 1 + (0 if rotates_inside else 2) + (model.qk_norm != "none")
         kernels = model.n_linear_layers * (LINEAR_KERNELS - spared)
@@ -265,7 +266,7 @@ class Parts:
         kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS)
         n_gpus = self.parallelism.tensor_parallel_size
         kernels += dense_linears(model) + launched_kernels(model, gpu, n_gpus, self.engine)
-        seconds = kernels * gpu.launch_s
+        seconds = kernels * ((compiled and gpu.compiled_launch_s) or gpu.launch_s)
         if model.expert_dtype == "mxfp4":
             seconds += model.n_moe_layers * roofline.efficiency_of(gpu).mxfp4_launch_s
         return seconds

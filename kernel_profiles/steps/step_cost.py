@@ -184,12 +184,14 @@ def step_parts(
     dense, collectives = cost.dense_s[computed], cost.collectives_s[computed]
     head = cost.head_s[rows]
     kernels_s = moe + attention + dense + head + collectives
-    host = cost.host_s + launch_wait_s(cost, kernels_s, chunk_tokens > cost.graph_tokens)
+    host = cost.host_s + launch_wait_s(cost, kernels_s, computed, n_chunks > 0)
     return StepParts(moe, attention, dense, head, collectives, host, 0.0, 0.0, 0.0)
 
 
 @njit()
-def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool, again_s: float = 0.0) -> float:
+def launch_wait_s(
+    cost: StepCost, kernels_s: float, tokens: int, prompts: bool, again_s: float = 0.0
+) -> float:
     """Return how long the kernels of a step wait for the host.
 
     Without CUDA graphs the host launches the next kernel while the last one runs.
@@ -197,6 +199,7 @@ def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool, again_s: floa
     Args:
         cost: tables of the engine.
         kernels_s: time of the kernels alone, s.
+        tokens: tokens that the step computes, of engines that step together the most of one.
         prompts: whether the step holds prompts.
         again_s: time of launching kernels again, such as those of further chunks, s.
 
@@ -204,6 +207,8 @@ def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool, again_s: floa
         Seconds.
     """
     launch_s = cost.prompt_launch_s if prompts else cost.launch_s
+    if tokens <= (cost.prompt_graph_tokens if prompts else cost.graph_tokens):
+        launch_s = 0.0
     if launch_s > 0.0:
         launch_s += again_s
     return float(max(launch_s - kernels_s, 0.0))

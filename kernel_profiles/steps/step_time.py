@@ -173,8 +173,8 @@ def build_step_time_model(
     host_gap_s: float | None = None,
     cudagraph_padding: Padding = "none",
     enforce_eager: bool = False,
-    eager_prompts: bool = False,
-    graph_tokens: int = 0,
+    graph_tokens: int | None = None,
+    prompt_graph_tokens: int | None = None,
     moe_backend: MoEBackend = "auto",
     engine: Engine = Engine(),  # noqa: B008
     tables: Sequence[LatencyTable] = (),
@@ -201,9 +201,9 @@ def build_step_time_model(
             :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
         enforce_eager: run without graphs: a step takes no less than the host needs to launch its
             kernels, and nothing is padded.
-        eager_prompts: steps that compute prompts run without graphs, where the host of the GPU is
-            known.
-        graph_tokens: those with at most this many tokens of prompts run as graphs even then.
+        graph_tokens: most tokens of a step without prompts that runs as a graph, where the time of
+            launching kernels is known of hosts of this GPU; None: any number.
+        prompt_graph_tokens: the same of steps with prompts.
         moe_backend: kernel that computes the experts; ``auto``: the newest measured one.
         engine: engine and version that measured kernels must come from.
         tables: the user's tables, which take precedence over the shipped ones. One of kind
@@ -256,9 +256,12 @@ def build_step_time_model(
     if enforce_eager:
         launch_s, cudagraph_padding = parts.launches_s(), "none"
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
-    elif eager_prompts and device.launch_s is not None:
-        launch_s = parts.launches_s(rotates_inside=True)
-        cost = cost._replace(prompt_launch_s=launch_s, graph_tokens=graph_tokens)
+    elif device.launch_s is not None:
+        launch_s = parts.launches_s(compiled=engine.name == "vllm")
+        if graph_tokens is not None:
+            cost = cost._replace(launch_s=launch_s, graph_tokens=graph_tokens)
+        if prompt_graph_tokens is not None:
+            cost = cost._replace(prompt_launch_s=launch_s, prompt_graph_tokens=prompt_graph_tokens)
     lines: list[str] = []
     if share_missing and parts.missing:
         lines = _missing(parts, cost, _better(parts, named or dims.name, import_helps))

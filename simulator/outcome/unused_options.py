@@ -159,7 +159,10 @@ def _of_workers(
     elif config.engine.kv_cache_memory_bytes is not None:
         yield "gpu_memory_utilization", "kv_cache_memory_bytes says how large the KV cache is"
     if all(pool.enforce_eager for pool in config.pools):
-        yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
+        none = "there are no CUDA graphs (enforce_eager)"
+        yield from [("cudagraph_padding", none), ("max_cudagraph_capture_size", none)]
+    elif all(engine.step_time.gpu.launch_s is None for engine in engines):
+        yield ("max_cudagraph_capture_size", "how fast the GPU's host launches is not known")
     window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
         yield "offload_window", "the experts of all layers fit on the GPUs"

@@ -153,9 +153,10 @@ class ExpertGroup(EngineGroup):
             parts = [(own, self.overlapped(busy, own, layers))]
             own_s = head + parts[0][0].slowest
             seconds = own_s + sum(float(each.sum()) for each in parts[0][1][:4])
-        chunks = -(-most_tokens(busy) // (self.shared.chunk or most_tokens(busy)))
+        most = most_tokens(busy)
+        chunks = -(-most // (self.shared.chunk or most))
         again_s = (chunks - 1) * self.shared.chunk_launch_s
-        seconds += self.cost.host_s + launch_wait_s(self.cost, seconds, prompts, again_s)
+        seconds += self.cost.host_s + launch_wait_s(self.cost, seconds, most, prompts, again_s)
         slowdown = max(engine.slowdown for engine in self.engines)
         end = self.env.now + (seconds + self.engines[0].capture_s) * slowdown
         self.n_steps += 1

@@ -98,6 +98,11 @@ def make_engine_spec(
         raise InputError(
             "max_num_batched_tokens", problem, f"{max_num_seqs * tokens_per_seq} or more"
         )
+    if engine == "vllm":
+        captured = max_num_seqs * tokens_per_seq
+        rules = replace(
+            rules, **engine_rules.captured_steps(config.scheduler, gpu, version, captured)
+        )
     redundant = pool.num_redundant_experts or 0
     parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
@@ -129,8 +134,8 @@ def make_engine_spec(
             config.steps.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
             max_model_len=longest, max_num_batched_tokens=budget,
             parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
-            enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
-            graph_tokens=rules.graph_tokens,
+            enforce_eager=bool(pool.enforce_eager), graph_tokens=rules.graph_tokens,
+            prompt_graph_tokens=rules.prompt_graph_tokens,
             moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=tokens_per_seq, calibration=calibration,
             named=config.engine.model,

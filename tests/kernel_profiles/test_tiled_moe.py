@@ -29,7 +29,7 @@ from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
-from eldr_sim.kernel_profiles.tables.library import find_table
+from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 
 from ..on_each import on_each
 
@@ -284,8 +284,10 @@ def test_a_step_without_graphs_waits_for_its_launches():
 )
 def test_prompts_alone_may_wait_for_their_launches(model, launches):
     graphs, eager, unknown = (
-        build_step_time_model(model, gpu, **SIZES, eager_prompts=prompts)
-        for gpu, prompts in (("H200", False), ("H200", True), ("L40S", True))
+        build_step_time_model(
+            model, gpu, **SIZES, prompt_graph_tokens=captured, engine=Engine("sglang")
+        )
+        for gpu, captured in (("H200", None), ("H200", 0), ("L40S", 0))
     )
     host_s = graphs.cost.host_s
     short = eager.parts(batch=4, context=400.0, chunks=[(0, 10)])

@@ -42,10 +42,12 @@ def step_seconds(cost, own_experts, batch, context, decoded, chunks, rows, activ
         seconds += decode_attention_seconds(cost, batch, context)
     if chunks:
         seconds += chunk_attention_seconds(cost, chunks)
-    return at_least_launched(cost, seconds, chunks)
+    return at_least_launched(cost, seconds, tokens, chunks)
 
 
-def at_least_launched(cost, seconds, chunks):
+def at_least_launched(cost, seconds, tokens, chunks):
     """Seconds of a step whose kernels the host launches one by one, host time included."""
+    if tokens <= (cost.prompt_graph_tokens if chunks else cost.graph_tokens):
+        return seconds
     launch_s = cost.prompt_launch_s if chunks else cost.launch_s
     return max(seconds, cost.host_s + launch_s)

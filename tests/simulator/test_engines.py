@@ -31,10 +31,12 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import launch_options
 from eldr_sim.simulator.setup.config.engine_rules import (
     EngineRules,
+    captured_steps,
     default_budget,
     prompt_graphs,
     rules_of,
 )
+from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.launch_options import NAMES
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -336,7 +338,7 @@ def test_prompts_run_eagerly_where_the_engine_captures_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "size", "about", "graph_tokens"),
+    ("model", "gpu", "size", "about", "captured"),
     [
         ("DeepSeek-R1", "H200", (8, 1), {}, 2048),
         ("DeepSeek-R1", "B200", (8, 1), {}, 0),
@@ -348,27 +350,56 @@ def test_prompts_run_eagerly_where_the_engine_captures_none(tmp_path):
         ("Qwen3-30B-A3B", "H200", (1, 1), {"apart": True}, 0),
     ],
 )
-def test_sglang_captures_the_prompts_that_its_server_args_allow(
-    model, gpu, size, about, graph_tokens
-):
-    """``graph_tokens``: most tokens of a step with prompts that is a graph; None: any number."""
+def test_sglang_captures_the_prompts_that_its_server_args_allow(model, gpu, size, about, captured):
+    """``captured``: most tokens of a step with prompts that is a graph; None: any number."""
     parallelism = Parallelism(size[0], size[1] > 1, size[1])
     of = load_model(model), load_gpu(gpu), parallelism
     rules = prompt_graphs(*of, **{"drafts": False, "apart": False} | about)
-    assert rules.get("eager_prompts", False) == (graph_tokens is not None)
-    assert rules.get("graph_tokens", 0) == (graph_tokens or 0)
+    assert rules.get("prompt_graph_tokens") == captured
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "decode_tokens", "given", "captured"),
+    [
+        ("H100", None, 1024, {}, None),
+        ("H100", "0.24", 1024, {}, 512),
+        ("H100", "0.32", 1024, {}, 512),
+        ("B200", "0.24", 1024, {}, 512),
+        ("B200", "0.32", 1024, {}, 1024),
+        ("GB300", "0.32", 1024, {}, 1024),
+        ("RTX PRO 6000", "0.32", 1024, {}, 512),
+        ("H100", "0.32", 100, {}, 200),
+        ("H100", "0.32", 100, {"max_cudagraph_capture_size": 2048}, 2048),
+        ("H100", None, 100, {"max_cudagraph_capture_size": 2048}, 2048),
+    ],
+)
+def test_vllm_captures_steps_of_at_most_its_capture_size(
+    gpu, version, decode_tokens, given, captured
+):
+    options = SchedulerConfig(**given)
+    rules = captured_steps(options, load_gpu(gpu), version, decode_tokens)
+    assert rules.get("graph_tokens") == rules.get("prompt_graph_tokens") == captured
+    decoding = options.model_copy(update={"piecewise_cuda_graph": False})
+    rules = captured_steps(decoding, load_gpu(gpu), version, decode_tokens)
+    assert (rules.get("graph_tokens"), rules["prompt_graph_tokens"]) == (captured, 0)
 
 
 def test_a_step_of_more_tokens_than_its_graphs_hold_waits_for_the_host():
     built = build_step_time_model(
-        "Qwen3-30B-A3B", "H200", max_num_seqs=8, max_model_len=4096, eager_prompts=True,
-        graph_tokens=256,
+        "Qwen3-30B-A3B", "H200", max_num_seqs=8, max_model_len=4096, graph_tokens=4,
+        prompt_graph_tokens=256,
     )  # fmt: skip
     none, host_s = np.zeros(1, np.int64), []
     for tokens in (256, 257):
         new = np.full(1, tokens, np.int64)
         host_s.append(step_parts(built.cost, 0, 0, 0, none, new, 1, np.zeros(1), True).host)
-    assert host_s[0] == built.cost.host_s < host_s[1]
+    for decoding in (4, 5):
+        empty, experts = np.zeros(0, np.int64), np.full(48, 40)
+        step = step_parts(built.cost, decoding, decoding, 99, empty, empty, 1, experts, False)
+        host_s.append(step.host)
+    assert host_s[0] == host_s[2] == built.cost.host_s < min(host_s[1], host_s[3])
+    built = build_step_time_model("Qwen3-30B-A3B", "H200", max_num_seqs=8, max_model_len=4096)
+    assert built.cost.launch_s == built.cost.prompt_launch_s == 0.0
 
 
 def test_stages_wait_for_their_launches():

@@ -465,3 +465,30 @@ def test_a_line_of_sglang_without_numbers_drafts_as_sglang_chooses():
     config, told = read(line)
     assert config.steps.speculative_config is None
     assert "without effect on the answer: speculative_num_steps" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("--max-cudagraph-capture-size 2048", {"max_cudagraph_capture_size": 2048}),
+        ("--cudagraph-capture-sizes 1 2 4 256", {"max_cudagraph_capture_size": 256}),
+        ("--cuda-graph-sizes 2048", {"max_cudagraph_capture_size": 2048}),
+        (
+            """--compilation-config '{"cudagraph_capture_sizes": [8, 992]}'""",
+            {"max_cudagraph_capture_size": 992},
+        ),
+        (
+            """--compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'""",
+            {"piecewise_cuda_graph": False},
+        ),
+        ("""--compilation-config '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'""", {}),
+    ],
+)
+def test_what_vllm_captures_is_read(line, fields):
+    found = read(f"vllm serve {MODEL} {line}")[0].scheduler
+    assert found.model_dump(exclude_none=True) == fields
+
+
+def test_capture_sizes_are_numbers():
+    with pytest.raises(InputError, match="cuda-graph-sizes"):
+        read(f"vllm serve {MODEL} --cuda-graph-sizes all")

@@ -14,7 +14,11 @@ TensorRT-LLM's scripts are ``benchmarks/dsr1_fp[48]_{b200,h200}_trt*.sh`` and
 SGLang's of Qwen3.5 are ``benchmarks/qwen3.5_{bf16,fp8,fp4}_{b200,b300,h200}.sh`` of 9dc87a68c (20
 February 2026) to 1b4c27d16 (18 April). FP8 on 4 Blackwell GPUs that cut the experts has three
 drafts until then (``*-mtp``, 35d4bb367); later runs are the dump's, without. Prompts of a model
-that can see run without graphs (``_handle_piecewise_cuda_graph`` of ``server_args.py``)."""
+that can see run without graphs (``_handle_piecewise_cuda_graph`` of ``server_args.py``).
+
+vLLM's of GPT-OSS capture steps of up to 2,048 tokens as CUDA graphs. So do those of MiniMax-M2.5
+and Kimi-K2.5 on Blackwell since the day of :data:`_CAPTURES`, with steps of two prompts and an FP8
+KV cache; all others vLLM's default, 512."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -30,6 +34,15 @@ MOE_RUNNERS = {
     "DEEPGEMM": ("deepgemm",),
     "TRTLLM": ("min_latency", "flashinfer_trtllm"),
 }
+#: By model, precision and GPU: the day since which vLLM's script captures large steps (InferenceX
+#: bddbf4031, 79bd988e9, 340d7854c, 22d0f12f7, 6c3acebfa).
+_CAPTURES = {
+    ("MiniMax-M2.5", "fp8", "B200"): "2026-04-03",
+    ("MiniMax-M2.5", "fp4", "B200"): "2026-04-08",
+    ("MiniMax-M2.5", "fp8", "B300"): "2026-04-17",
+    ("MiniMax-M2.5", "fp4", "B300"): "2026-04-17",
+    ("Kimi-K2.5", "fp4", "B200"): "2026-04-20",
+}
 _SHORT, _ANSWERS, _PROMPTS = (1024, 1024), (1024, 8192), (8192, 1024)
 
 
@@ -40,12 +53,13 @@ class Script(NamedTuple):
     piecewise_graphs: bool = False  #: prompts run as CUDA graphs in pieces
     waits: bool = False  #: prompts wait for each other, 40 steps at most
     least_tokens: int = 8192  #: that ``max_num_tokens`` is at least
-    #: SGLang's ``chunked-prefill-size`` and so on; 0 where another rule says them.
+    #: Tokens of a step and so on; 0 where another rule says them.
     chunk: int = 0
     recv_interval: int = 0
     memory_share: float = 0.0
     kv_dtype: KVDtype | None = None  #: of the KV cache; None where another rule says it
     seats: int = 0  #: most running requests; 0 for all streams
+    captured: int = 512  #: vLLM's ``max_cudagraph_capture_size``
 
 
 SAYS_NOTHING = Script()
@@ -88,6 +102,11 @@ def script_of(
         if record["precision"] == "fp4":
             return script._replace(chunk=131072, memory_share=0.8, kv_dtype="fp8")
         return script._replace(chunk=32768, kv_dtype="fp8")
+    if record["backend"] == "vllm":
+        model = record["model_path"].split("/")[-1]
+        if date >= _CAPTURES.get((model, record["precision"], gpu), "2026-12"):
+            return Script(chunk=2 * int(record["isl"]), kv_dtype="fp8", captured=2048)
+        return Script(captured=2048 if model.startswith("gpt-oss") else 512)
     if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
         return SAYS_NOTHING
     shared, fp4 = layout.data_parallel_size > 1, record["precision"] == "fp4"

@@ -144,7 +144,8 @@ def _figures(row: Row, folder: str) -> dict[str, float] | str:
     assert row.run is not None
     target, form, case = MEASURED_MODELS[row.target], Form(), row.run.case
     layout = vars(case.parallelism).values()
-    pool = "-".join(map(str, (case.gpu, *layout, case.prefill, case.script.moe_runner)))
+    of_script = case.script.moe_runner, *filter(None, [case.script.kv_dtype])
+    pool = "-".join(map(str, (case.gpu, *layout, case.prefill, *of_script)))
     own = Path(folder) / "work" / row.target
     try:
         with _once(own / "trace") as trace:

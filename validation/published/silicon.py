@@ -220,7 +220,9 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
             told["scheduler_recv_interval"] = 30 if wide else 10
         return told
     if not (trtllm and target.inferencex):
-        return {"max_num_batched_tokens": 8192}
+        told = {"max_num_batched_tokens": case.script.chunk or 8192}
+        captures = target.inferencex and target.backend == "vllm"
+        return told | ({"max_cudagraph_capture_size": case.script.captured} if captures else {})
     balances = {"attention_dp_balance": True} if engines > 1 and not case.prefill.count else {}
     if target.dims().name.startswith("gpt-oss"):
         told = {"max_num_batched_tokens": 20000} | balances

@@ -40,12 +40,13 @@ def execute(world: Any, leader: int) -> float:
     pool, cost, group = engines.pools[number], run.costs[number], world.groups.costs[number]
     work, micro, size = world.groups.work, world.groups.micro, pool.group_size
     ranks, layers = size * group.ranks_per_engine + group.ffn_ranks, work.pairs.shape[1]
-    rows_max, n_busy, wait, slowdown, prompts = np.int64(0), 0, 0.0, 1.0, False
+    rows_max, most, n_busy, wait, slowdown, prompts = np.int64(0), np.int64(0), 0, 0.0, 1.0, False
     for w in range(leader, leader + size):
         n_chunks, rows = list_chunks(engines, w, scratch)
         slowdown = max(slowdown, workers[w].slowdown)
-        if workers[w].tokens + workers[w].chunk_tokens > 0:
-            n_busy += 1
+        tokens = workers[w].tokens + workers[w].chunk_tokens
+        if tokens > 0:
+            n_busy, most = n_busy + 1, max(most, tokens)
             prompts = prompts or n_chunks > 0
             rows_max, wait = max(rows_max, rows), wait - cost.head_s[rows]
     part = Engines(
@@ -88,7 +89,7 @@ def execute(world: Any, leader: int) -> float:
             active, busiest = active + one.active, busiest + one.busiest
         n += 1
     seconds = ping_pong_s(micro, n, layers) + cost.head_s[rows_max]
-    seconds += cost.host_s + launch_wait_s(cost, seconds, prompts)
+    seconds += cost.host_s + launch_wait_s(cost, seconds, most, prompts)
     end = start + (seconds + pool.capture_s) * slowdown
     workers[leader].n_group_steps += 1
 

@@ -102,7 +102,7 @@ def execute(world: Any, leader: int) -> float:
     dispatched, combined = exposed * shared.dispatch_s, exposed * shared.combine_s
     slowest = attention_max + dense + cost.head_s[rows_max] + collectives
     host = cost.host_s + step_cost.launch_wait_s(
-        cost, slowest + shared.moe_s + dispatched + combined + choice_s, computes,
+        cost, slowest + shared.moe_s + dispatched + combined + choice_s, tokens_max, computes,
         (_n_chunks(group, work, ranks) - 1) * group.chunk_launch_s,
     )  # fmt: skip
     parts = step_cost.StepParts(

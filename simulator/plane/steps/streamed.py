@@ -68,7 +68,8 @@ def execute(world: Any, leader: int) -> float:
         parts = _layer_times(engines, w, run.bits, run.masks, run.prompts, cost, layers, scratch)
         head = max(head, parts.head)
         kernels_s = parts.attention + parts.dense + parts.collectives + parts.moe
-        computes = max(computes, kernels_s + launch_wait_s(cost, kernels_s + parts.head, True))
+        launches_s = launch_wait_s(cost, kernels_s + parts.head, workers[w].chunk_tokens, True)
+        computes = max(computes, kernels_s + launches_s)
     head += pool.capture_s
     if layers.stage_share.shape[0] > 0:
         end = _pass_stages(workers, leader, start + cost.host_s, computes, head, layers)
@@ -109,7 +110,7 @@ def _layer_times(
     )  # fmt: skip
     n_layers, tokens = layers.layers_s.shape[1], engines.workers[w].chunk_tokens
     others = parts.attention + parts.dense + parts.collectives
-    others += launch_wait_s(cost, others + parts.moe + parts.head, True)
+    others += launch_wait_s(cost, others + parts.moe + parts.head, tokens, True)
     others /= n_layers
     for layer in range(n_layers):
         moe, experts = parts.moe / n_layers, np.int64(cost.n_experts)

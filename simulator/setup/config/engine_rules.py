@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[Engine, ...]] = {
     "attention_dp_balance": ("trtllm",),
     "attention_dp_timeout_iters": ("trtllm",),
     "attention_dp_batching_wait_iters": ("trtllm",),
-    "piecewise_cuda_graph": ("sglang", "trtllm"),
+    "max_cudagraph_capture_size": ("vllm",),
 }
 #: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms: of
 #: Qwen3-8B on H100 with vLLM 0.11 0.5 to 0.8 at four batch sizes (TPOT less kernels), of
@@ -94,8 +94,9 @@ class EngineRules:
     #: A new sequence with one token to compute is padded to the size of a verify step.
     pads_drafts: bool = True
     pads_beside: bool = False  #: but only where others are running, though its context is cached
-    eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled,
-    graph_tokens: int = 0  #: but those of at most this many tokens
+    #: Most tokens of a step without prompts, and with, that runs as a CUDA graph; None: any number.
+    graph_tokens: int | None = None
+    prompt_graph_tokens: int | None = None
 
 
 def rules_of(
@@ -127,7 +128,7 @@ def rules_of(
             rides_from=1,  # `Scheduler.event_loop_overlap`
             allocates_chunks=False,
             drops_block=False,
-            eager_prompts=options.piecewise_cuda_graph is False,
+            prompt_graph_tokens=0 if options.piecewise_cuda_graph is False else None,
         )
     if engine == "trtllm":
         evicts = options.capacity_scheduler_policy == "MAX_UTILIZATION"
@@ -147,7 +148,7 @@ def rules_of(
             frees_late=False,
             allocates_chunks=False,
             drops_block=False,
-            eager_prompts=not options.piecewise_cuda_graph,
+            prompt_graph_tokens=None if options.piecewise_cuda_graph else 0,
         )
     return EngineRules(
         cuts_alone=before(version, 0, 31), pads_drafts=not before(version, 0, 25),
@@ -174,8 +175,27 @@ def prompt_graphs(
     sparse = model.index_topk > 0 or model.n_linear_layers > 0
     shared = parallelism.data_parallel_size > 1
     if gpu.name.startswith("MI") or sparse or drafts or apart or shared or trtllm:
-        return {"eager_prompts": True}
-    return {"eager_prompts": True, "graph_tokens": 2048} if model.attention == "mla" else {}
+        return {"prompt_graph_tokens": 0}
+    return {"prompt_graph_tokens": 2048} if model.attention == "mla" else {}
+
+
+def captured_steps(
+    options: SchedulerConfig, gpu: GPU, version: str | None, decode_tokens: int
+) -> dict[str, int]:
+    """Return the rules of vLLM's CUDA graphs: larger steps are launched kernel by kernel.
+
+    ``_set_cudagraph_sizes`` of ``config/vllm.py``: ``max_cudagraph_capture_size``, or twice the
+    tokens of the largest decode step (``decode_tokens``), at most 512; on B200, B300 and their
+    superchips 1,024 since pull request 49390 (in 0.32, not yet in 0.24). ``FULL_DECODE_ONLY``
+    (``piecewise_cuda_graph`` false) captures no prompts. Where neither the size nor a version is
+    given, steps of all sizes are graphs.
+    """
+    most = options.max_cudagraph_capture_size
+    if most is None and version:
+        wide = gpu.name.startswith(("B", "GB")) and not before(version, 0, 25)
+        most = min(2 * decode_tokens, 1024 if wide else 512)
+    rules = {} if most is None else {"graph_tokens": most, "prompt_graph_tokens": most}
+    return rules | ({"prompt_graph_tokens": 0} if options.piecewise_cuda_graph is False else {})
 
 
 def default_budget(

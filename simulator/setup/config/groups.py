@@ -309,9 +309,15 @@ class SchedulerConfig(Fields):
     """TensorRT-LLM: steps that ``attention_dp_balance`` waits for more prompts once every engine
     has one. Default: 10."""
     piecewise_cuda_graph: bool | None = None
-    """SGLang, TensorRT-LLM: run prefill steps as piecewise CUDA graphs, which do not wait for the
-    host. Default: off in TensorRT-LLM; in SGLang off before 0.5.10 and where its own rules turn
-    them off (AMD GPUs, drafts, prefill and decode apart, data-parallel attention, ...)."""
+    """Run prefill steps as piecewise CUDA graphs, which do not wait for the host. Default: off in
+    TensorRT-LLM; in SGLang off before 0.5.10 and where its own rules turn them off (AMD GPUs,
+    drafts, prefill and decode apart, data-parallel attention, ...); on in vLLM."""
+    max_cudagraph_capture_size: Annotated[int | None, Option(unit="tokens")] = Field(
+        default=None, ge=1
+    )
+    """Most tokens of a step that vLLM runs as a CUDA graph; the host launches the kernels of
+    larger ones one by one. Default: vLLM's with ``engine_version``; without a version, all steps
+    are graphs."""
 
 
 class StepConfig(Fields):

@@ -170,6 +170,13 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
                 idle.append(f"-{name}")
         elif name == "compilation_config.cudagraph_mode" and str(value).upper() in ("NONE", "0"):
             fields["enforce_eager"] = True
+        elif name == "compilation_config.cudagraph_mode" and str(value).upper() == _OF_DECODING:
+            fields["piecewise_cuda_graph"] = False
+        elif engine == "vllm" and name.rpartition(".")[2] in _CAPTURED:
+            sizes = re.findall(r"\d+", str(value))
+            if not sizes:
+                raise InputError("engine_args", f"--{name.replace('_', '-')} {value}", "sizes")
+            fields["max_cudagraph_capture_size"] = max(map(int, sizes))
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
             fields["moe_backend"] = value
         elif not name.startswith(ENVIRONMENTS) and has_no_effect(engine, name, value):
@@ -233,6 +240,13 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
         warnings.warn(EldrSimWarning(text), stacklevel=3)
     _warn_of(changes, idle, kernels)
     return fields
+
+
+#: Options that say which steps vLLM captures as CUDA graphs, two of them earlier versions'.
+_CAPTURED = (
+    "max_cudagraph_capture_size", "cudagraph_capture_sizes", "cuda_graph_sizes", "max_capture_size",
+)  # fmt: skip
+_OF_DECODING = "FULL_DECODE_ONLY"
 
 
 def _usual_tree(speculative: Mapping[str, Any], model: Any) -> dict[str, int]:
