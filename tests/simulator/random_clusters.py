@@ -74,8 +74,8 @@ def random_cost(rng, seqs, budget, n_experts, n_layers, grid, launches=False):
         prompt_token_s=float(draw()),
         launch_s=(launches or grid > 0) * float(draw()) * rng.integers(3) * n_layers,
         prompt_launch_s=(launches or grid > 0) * float(draw()) * rng.integers(3) * n_layers * 4,
-        graph_tokens=int(rng.integers(seqs)),
-        prompt_graph_tokens=int(rng.integers(budget)),
+        graph_tokens=seqs // 3,
+        prompt_graph_tokens=budget // 3,
     )
 
 
