@@ -1,10 +1,12 @@
 """Tables that a run lacks, imported into the user's cache where a package that has them is
 installed: a provider of `kernel_profiles.tables.providers`."""
 
+import shutil
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def cached_tables(
             for n, table in enumerate(tables):  # `load_tables` sorts by name
                 table.save(folder / f"{n:03}_{table_name(table.metadata)}")
 
-        doing = f"importing kernel tables of {model.name} on {gpu}, once on this machine"
+        doing = f"importing kernel tables of {model.name} on {gpu.name}, once on this machine"
         found = cache.keep_folder(cache.TABLES, name, write, doing)
     if found is None or not any(found.glob("*.parquet")):
         return ()
@@ -59,4 +61,10 @@ def cached_tables(
         shipped = find_table(about.kind, about.gpu, shape=about.shape, dtype=about.dtype)
         return shipped is not None
 
-    return tuple(table for table in load_tables(found) if not is_shipped(table))
+    try:
+        return tuple(table for table in load_tables(found) if not is_shipped(table))
+    except InputError:  # a damaged file: all are imported again
+        shutil.rmtree(found, ignore_errors=True)
+        if found.exists():
+            raise
+        return cached_tables(gpu, model, parallelism, engine)
