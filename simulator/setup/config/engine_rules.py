@@ -181,7 +181,7 @@ def prompt_graphs(
 
 def captured_steps(
     options: SchedulerConfig, gpu: GPU, version: str | None, decode_tokens: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the rules of vLLM's CUDA graphs: larger steps are launched kernel by kernel.
 
     ``_set_cudagraph_sizes`` of ``config/vllm.py``: ``max_cudagraph_capture_size``, or twice the
