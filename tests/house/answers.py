@@ -158,13 +158,16 @@ def answers(part: str) -> Answers:
 
 @contextlib.contextmanager
 def _at_rest() -> Iterator[None]:
-    """Within it runs replay the embedded trace, warn of nothing, and lie in an empty folder."""
+    """Within it runs replay the embedded trace, warn of nothing, lie in an empty folder, and find
+    no package of tables."""
+    from eldr_sim.kernel_profiles.sources import packages
     from eldr_sim.simulator.setup import run_routing
     from eldr_sim.traces.routing.format import open_trace
 
     embedded, before = open_trace("reference-moe"), Path.cwd()
     drawn = mock.patch.object(run_routing, "drawn_trace", return_value=embedded)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), drawn:
+    none = mock.patch.object(packages, "packages", return_value=())
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), drawn, none:
         warnings.simplefilter("ignore")
         os.chdir(folder)
         try:
