@@ -152,8 +152,9 @@ def _of_workers(
     if config.experts.kv_cache_free:
         for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
             yield name, "workers keep no KV cache (kv_cache_free)"
+    of_vllm = all((pool.engine or config.engine.engine) == "vllm" for pool in config.pools)
     if config.engine.num_gpu_blocks_override is not None:
-        if all((pool.engine or config.engine.engine) == "vllm" for pool in config.pools):
+        if of_vllm:
             for name in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
                 yield name, "num_gpu_blocks_override says how many blocks there are"
     elif config.engine.kv_cache_memory_bytes is not None:
@@ -163,6 +164,8 @@ def _of_workers(
         yield from [("cudagraph_padding", none), ("max_cudagraph_capture_size", none)]
     elif all(engine.step_time.gpu.launch_s is None for engine in engines):
         yield ("max_cudagraph_capture_size", "how fast the GPU's host launches is not known")
+    if of_vllm and config.scheduler.piecewise_cuda_graph:
+        yield "piecewise_cuda_graph", "vLLM captures prompts unless told otherwise"
     window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
         yield "offload_window", "the experts of all layers fit on the GPUs"

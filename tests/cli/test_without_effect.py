@@ -68,7 +68,7 @@ CASES = {
             ("capacity_scheduler_policy", "sglang", "MAX_UTILIZATION"),
             ("batch_wait_timeout_iters", "vllm", "4"),
             ("batch_wait_max_tokens_ratio", "vllm", "0.5"),
-            ("piecewise_cuda_graph", "vllm", ""),
+            ("max_cudagraph_capture_size", "sglang", "64"),
             ("attention_dp_balance", "sglang", ""),
             ("attention_dp_timeout_iters", "vllm", "4"),
             ("attention_dp_batching_wait_iters", "vllm", "4"),
@@ -135,6 +135,7 @@ CASES = {
     "num_gpu_blocks_override": "--topology 2P --output-len 1 --kv-cache-free "
                                "--num-gpu-blocks-override 500",
     "cudagraph_padding": "--gpu MI300X --enforce-eager --cudagraph-padding dense",
+    "piecewise_cuda_graph": "--piecewise-cuda-graph",
     "tables": "--tables TABLES",
     "tokenizer_mode": ("--frontend none --tokenizer-mode microbatch_parallel", "tokenizer_mode"),
     "tokenizer_threads": "--tokenizer-mode microbatch_sequential "

@@ -219,7 +219,7 @@ def test_kernels_that_an_eager_step_launches():
     """Counted by hand of Qwen3.5-397B under SGLang, which rotates inside attention."""
     model, gpu = load_model("Qwen3.5-397B-A17B"), load_gpu("B200")
     fused, seconds = (
-        Parts(model, gpu, Parallelism(8), (), 1024, engine=Engine(name)).launches_s(True)
+        Parts(model, gpu, Parallelism(8), (), 1024, engine=Engine(name)).launches_s()
         for name in ("trtllm", "sglang")
     )
     mlp = 1 + 7 + 2 + 1 + 3  # gate, experts, shared MLP with its activation, its own gate

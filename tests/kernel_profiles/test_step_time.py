@@ -592,11 +592,15 @@ def test_glm_on_sglang_launches_nine_more_small_kernels_a_layer():
 @pytest.mark.parametrize("gpu_name", ["MI300X", "H100"])
 def test_norms_that_follow_each_other_are_one_kernel_where_a_step_is_compiled(gpu_name):
     """Seven norms a layer of Gemma: Inductor leaves two of them to vLLM's graphs; SGLang launches
-    all, and so does vLLM without graphs."""
+    all, and so does vLLM without compilation, where it rotates and caches in separate kernels."""
     model, gpu = load_model("Gemma-4-26B-A4B"), load_gpu(gpu_name)
     kernel_s = roofline.efficiency_of(gpu).small_kernel_s or small_kernel_s(gpu)
     engines = "vllm", "sglang"
     made = {n: Parts(model, gpu, Parallelism(1), (), 4096, engine=Engine(n)) for n in engines}
     vllm, sglang = (made[n].dense_part_s(np.ones(1)) for n in engines)
     assert sglang - vllm == pytest.approx(5 * model.n_layers * kernel_s)
-    assert made["vllm"].launches_s() == made["sglang"].launches_s()
+    eager, others = made["vllm"].launches_s(), made["sglang"].launches_s()
+    assert eager - others == pytest.approx(2 * model.n_layers * gpu.launch_s)
+    compiled_s = gpu.compiled_launch_s or gpu.launch_s
+    kernels = eager / gpu.launch_s - 5 * model.n_layers
+    assert made["vllm"].launches_s(compiled=True) == pytest.approx(kernels * compiled_s)

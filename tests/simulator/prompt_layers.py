@@ -19,8 +19,8 @@ def layer_seconds(worker, chunked):
         active, counts = worker.activated(np.concatenate(worker.experts([], chunked)))
         moe = [cost.mixed_moe_s[tokens][count] for count in counts]
     kernels = others + sum(moe) + cost.head_s[len(chunked)]
-    if tokens > cost.prompt_graph_tokens:
-        others += max(cost.prompt_launch_s - kernels, 0.0)
+    launch_s = cost.prompt_launch_s if tokens > cost.prompt_graph_tokens else 0.0
+    others += max(launch_s - kernels, 0.0)
     seconds = [others / layers + own for own in moe]
     layout = worker.pool.engine.layout
     if layout.on_demand:  # the gate has chosen: the layer waits for its experts

@@ -47,7 +47,7 @@ def step_seconds(cost, own_experts, batch, context, decoded, chunks, rows, activ
 
 def at_least_launched(cost, seconds, tokens, chunks):
     """Seconds of a step whose kernels the host launches one by one, host time included."""
-    if tokens <= (cost.prompt_graph_tokens if chunks else cost.graph_tokens):
-        return seconds
     launch_s = cost.prompt_launch_s if chunks else cost.launch_s
+    if tokens <= (cost.prompt_graph_tokens if chunks else cost.graph_tokens):
+        launch_s = 0.0
     return max(seconds, cost.host_s + launch_s)

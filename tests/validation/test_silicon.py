@@ -14,6 +14,7 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.validation.published import silicon, silicon_rows
+from eldr_sim.validation.published.launch_scripts import Script
 from eldr_sim.validation.published.predictions import errors_of
 from eldr_sim.validation.published.silicon import growth_error, predict_rows, worst_rows
 from eldr_sim.validation.published.silicon_rows import (
@@ -47,6 +48,8 @@ COLUMNS = [
 POOL = [
     "batch_size", "num_workers", "tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size",
 ]  # fmt: skip
+#: What vLLM's scripts of GPT-OSS say.
+GPT_OSS = Script(captured=2048)
 
 
 @pytest.fixture
@@ -83,8 +86,8 @@ def test_rows_are_read_once_and_in_order(make_csv):
     row = ("h200_sxm", 1, 1024, 1024, 8, 60.0, 6.0)
     rows = read_rows(make_csv(("h100_sxm", 2, 1024, 1024, 4, 50.0, 5.0), row, row))
     assert [r.case for r in rows] == [
-        Case("H100", 2, 1024, 1024, 4),
-        Case("H200", 1, 1024, 1024, 8),
+        Case("H100", 2, 1024, 1024, 4, script=GPT_OSS),
+        Case("H200", 1, 1024, 1024, 8, script=GPT_OSS),
     ]
     assert rows[1].ttft_ms == 60.0
     assert rows[1].date == "2026-03-27"
@@ -266,14 +269,14 @@ def test_what_cannot_be_predicted_has_a_reason(make_csv, other, reason):
 def test_spread_experts_are_a_setting_of_their_own(make_csv):
     path = make_csv(("h200_sxm", 4, 1024, 1024, 4, 50.0, 5.0), moe_tp_size=1, moe_ep_size=4)
     (row,) = read_rows(path)
-    assert row.case == Case("H200", 4, 1024, 1024, 4, expert_parallel=True)
+    assert row.case == Case("H200", 4, 1024, 1024, 4, expert_parallel=True, script=GPT_OSS)
 
 
 def test_data_parallel_attention_is_read(make_csv):
     """Four engines of a GPU each that share whole experts."""
     labels = {"tp_size": 1, "attention_dp_size": 4, "moe_tp_size": 1, "moe_ep_size": 4}
     (row,) = read_rows(make_csv(("h200_sxm", 1, 1024, 1024, 8, 50.0, 5.0), **labels))
-    assert row.case == Case("H200", 1, 1024, 1024, 8, expert_parallel=True, data_parallel_size=4)
+    assert row.case == Case("H200", 1, 1024, 1024, 8, True, 4, script=GPT_OSS)
     assert row.case.parallelism == Parallelism(1, True, 4)
     assert row.case.kind == "data-parallel attention, experts spread"
 
@@ -304,7 +307,7 @@ def test_pools_of_a_disaggregated_run_are_read(make_csv):
         ),
     )  # fmt: skip
     (row,) = read_rows(path)
-    assert row.case == Case("H200", 1, 1024, 1024, 96, True, 4, 3, Workers(2, 2))
+    assert row.case == Case("H200", 1, 1024, 1024, 96, True, 4, 3, Workers(2, 2), script=GPT_OSS)
     assert row.case.prefill.parallelism == Parallelism(2)
 
 
@@ -345,7 +348,7 @@ def test_without_a_concurrency_the_decode_batches_give_it(make_csv):
         ),
     )  # fmt: skip
     (row,) = read_rows(path)
-    assert row.case == Case("H200", 1, 1024, 1024, 56, True, 8, 1, Workers(1, 4))
+    assert row.case == Case("H200", 1, 1024, 1024, 56, True, 8, 1, Workers(1, 4), script=GPT_OSS)
 
 
 class TestLaunchScripts:
