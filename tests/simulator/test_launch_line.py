@@ -471,6 +471,11 @@ def test_a_line_of_sglang_without_numbers_drafts_as_sglang_chooses():
     ("line", "fields"),
     [
         ("--max-cudagraph-capture-size 2048", {"max_cudagraph_capture_size": 2048}),
+        ("--max-cudagraph-capture-size 2K", {"max_cudagraph_capture_size": 2048}),
+        (
+            """--compilation-config '{"max_cudagraph_capture_size": 1024}'""",
+            {"max_cudagraph_capture_size": 1024},
+        ),
         ("--cudagraph-capture-sizes 1 2 4 256", {"max_cudagraph_capture_size": 256}),
         ("--cuda-graph-sizes 2048", {"max_cudagraph_capture_size": 2048}),
         (

@@ -242,10 +242,8 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
     return fields
 
 
-#: Options that say which steps vLLM captures as CUDA graphs, two of them earlier versions'.
-_CAPTURED = (
-    "max_cudagraph_capture_size", "cudagraph_capture_sizes", "cuda_graph_sizes", "max_capture_size",
-)  # fmt: skip
+#: Lists of the sizes of steps that vLLM captures as CUDA graphs, by its options of all versions.
+_CAPTURED = ("cudagraph_capture_sizes", "cuda_graph_sizes")
 _OF_DECODING = "FULL_DECODE_ONLY"
 
 
