@@ -39,7 +39,7 @@ NEUTRAL = {
     "disable_hybrid_kv_cache_manager": True, "async_scheduling": True, "engine_args": None,
     "prefill_schedule_interval": 4, "long_prefill_token_threshold": 4096,
     "gpu_memory_utilization": 0.92, "extra_llm_api_options": None, "cudagraph_padding": "none",
-    "enforce_eager": False, "max_cudagraph_capture_size": 10**6, "moe_backend": "triton",
+    "enforce_eager": False, "max_cudagraph_capture_size": 512, "moe_backend": "triton",
     "tables": None, "moe_dp_chunk_size": 256,
     "calibration": None, "two_batch_overlap": True, "acceptance": None, "handover": "none",
     "frontend": "xeon-emerald-rapids", "tokenizer_mode": "thread_pool", "tokenizer_threads": 1,

@@ -187,14 +187,13 @@ def captured_steps(
     ``_set_cudagraph_sizes`` of ``config/vllm.py``: ``max_cudagraph_capture_size``, or twice the
     tokens of the largest decode step (``decode_tokens``), at most 512; on B200, B300 and their
     superchips 1,024 since pull request 49390 (in 0.32, not yet in 0.24). ``FULL_DECODE_ONLY``
-    (``piecewise_cuda_graph`` false) captures no prompts. Where neither the size nor a version is
-    given, steps of all sizes are graphs.
+    (``piecewise_cuda_graph`` false) captures no prompts.
     """
     most = options.max_cudagraph_capture_size
-    if most is None and version:
+    if most is None:
         wide = gpu.name.startswith(("B", "GB")) and not before(version, 0, 25)
         most = min(2 * decode_tokens, 1024 if wide else 512)
-    rules = {} if most is None else {"graph_tokens": most, "prompt_graph_tokens": most}
+    rules = {"graph_tokens": most, "prompt_graph_tokens": most}
     return rules | ({"prompt_graph_tokens": 0} if options.piecewise_cuda_graph is False else {})
 
 

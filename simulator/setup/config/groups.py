@@ -316,8 +316,8 @@ class SchedulerConfig(Fields):
         default=None, ge=1
     )
     """Most tokens of a step that vLLM runs as a CUDA graph; the host launches the kernels of
-    larger ones one by one. Default: vLLM's with ``engine_version``; without a version, all steps
-    are graphs."""
+    larger ones one by one. Default: 512, on B200 and B300 1,024 since 0.25, or less where fewer
+    sequences run."""
 
 
 class StepConfig(Fields):
