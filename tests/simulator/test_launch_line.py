@@ -1,5 +1,6 @@
 """Launch lines as they are copied: program, container, environment, options; read or refused."""
 
+import json
 import shlex
 import warnings
 
@@ -492,6 +493,37 @@ def test_a_line_of_sglang_without_numbers_drafts_as_sglang_chooses():
 def test_what_vllm_captures_is_read(line, fields):
     found = read(f"vllm serve {MODEL} {line}")[0].scheduler
     assert found.model_dump(exclude_none=True) == fields
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "inner"),
+    [
+        ("compilation-config", "cc", {"cudagraph_mode": "NONE"}),
+        ("compilation-config", "O", {"cudagraph_mode": "NONE"}),
+        ("compilation-config", "O", {"max_cudagraph_capture_size": 64, "cudagraph_mode": "FULL"}),
+        ("speculative-config", "sc", {"method": "ngram", "num_speculative_tokens": 2,
+                                      "synthetic_acceptance_length": 1.5}),
+        ("kv-transfer-config", "", {"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
+        ("kv-transfer-config", "", {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}),
+    ],
+)  # fmt: skip
+def test_a_configuration_within_an_option_is_read_however_it_is_written(name, short, inner):
+    """As JSON, or key by key after dots, under its long and its short name: the same run, or the
+    same refusal."""
+    found = []
+    for head in (f"--{name}", f"--{name.replace('-', '_')}", f"-{short}")[: 3 if short else 2]:
+        for text in (
+            f"{head} '{json.dumps(inner)}'",
+            " ".join(f"{head}.{key}={value}" for key, value in inner.items()),
+            " ".join(f"{head}.{key} {value}" for key, value in inner.items()),
+        ):
+            try:
+                config, said = read(f"vllm serve {MODEL} {text}")
+            except InputError as error:
+                found.append(str(error))
+            else:
+                found.append((config.model_dump(exclude={"engine_args"}), said))
+    assert all(each == found[0] for each in found), found
 
 
 def test_capture_sizes_are_numbers():

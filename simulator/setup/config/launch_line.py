@@ -1,5 +1,6 @@
 """The parts of a launch line: environment, container, program, model, and its options."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -169,6 +170,7 @@ def nested(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
     """Yield the options of a line, and what its environment says instead of one."""
     bench, words = line.bench, list(line.options)
+    connector: dict[str, Any] = {}
     if line.model:
         yield "model", line.model
     if not bench:
@@ -196,11 +198,17 @@ def options(line: Line, engine: str) -> Iterator[tuple[str, Any]]:
         elif engine == "vllm" and not bench:
             head, dot, rest = name.partition(".")
             name = SHORT.get(head, head) + dot + rest
-        if name in _IN_JSON and value.startswith("{"):
+            if head == "O" and (dot or value.startswith("{")):  # its name before -cc
+                name = _IN_JSON[-1] + dot + rest
+        if name.startswith("kv_transfer_config."):
+            connector[name.partition(".")[2]] = _value(value)
+        elif name in _IN_JSON and value.startswith("{"):
             config = parse_json(value, "engine_args", f"--{name.replace('_', '-')}")
             yield from nested(config, f"{name}.") if isinstance(config, Mapping) else ()
         else:
             yield name, _value(value) if equals else True
+    if connector:
+        yield "kv_transfer_config", json.dumps(connector)
 
 
 def _in_full(name: str, engine: str, bench: str) -> str:
