@@ -7,6 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import offered_load
@@ -14,7 +16,9 @@ from eldr_sim.simulator.setup.config.log_part import log_of
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.logs.formats import known_formats
+from eldr_sim.traces.requests.logs.log_columns import Columns, joined
 from eldr_sim.traces.requests.logs.log_header import header_in_words
+from eldr_sim.traces.requests.logs.log_rows import Row
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
 from ..on_each import on_each
@@ -193,6 +197,31 @@ def test_blocks_are_read_alike_by_arrow_and_row_by_row(tmp_path, monkeypatch):
         read_request_log(odd)
 
 
+_ROWS = st.builds(
+    Row,
+    when_ns=st.integers(0, 9),
+    prompt=st.integers(1, 9),
+    output=st.integers(0, 9),
+    hashes=st.lists(st.integers(0, 9), max_size=2),
+    priority=st.none() | st.integers(0, 3),
+    session=st.sampled_from(["", "", "a", "b"]),
+    name=st.sampled_from(["", "", "x", "y"]),
+    parent=st.sampled_from(["", "x"]),
+    after_s=st.none(),
+    joins=st.just(()),
+)
+
+
+@given(st.lists(st.lists(_ROWS, max_size=3), min_size=1, max_size=4))
+def test_parts_of_a_log_join_to_the_whole(parts):
+    """Whatever the rows of one part have and those of another have not."""
+    whole = Columns.of_rows([row for part in parts for row in part])
+    both = joined([Columns.of_rows(part) for part in parts])
+    assert both.links == whole.links
+    for name in ("when_ns", "prompt", "output", "hashes", "blocks", "priority"):
+        np.testing.assert_array_equal(getattr(both, name), getattr(whole, name), name)
+
+
 def test_the_unit_of_a_logs_times_holds_for_its_rate_too(tmp_path):
     rows = [{"timestamp": i / 2, "input_length": 9, "output_length": 2} for i in range(120)]
     path = tmp_path / "log.jsonl"
@@ -304,6 +333,15 @@ def test_gaps_are_no_times_even_if_named(columns, tmp_path):
     (tmp_path / "log.csv").write_text(MISLEADING["gaps"][0])
     with pytest.raises(InputError, match="gaps between requests"):
         read_request_log(tmp_path / "log.csv", columns=columns)
+
+
+@pytest.mark.parametrize("name", ["minute", "arrival_minutes", "startHour", "day", "t_min"])
+@pytest.mark.parametrize("unit", ["s", "ms"])
+def test_a_column_of_minutes_or_more_has_no_finer_unit(name, unit, tmp_path):
+    (tmp_path / "log.csv").write_text(f"{name},isl,osl\n" + "".join(f"{i},9,9\n" for i in range(9)))
+    with pytest.raises(InputError, match="but the name says (?i:min|hour|day)") as said:
+        read_request_log(tmp_path / "log.csv", columns=f"time_{unit}={name},input=isl,output=osl")
+    assert "in s, ms, us or ns" in str(said.value)
 
 
 def test_a_name_of_two_columns_is_ambiguous(tmp_path):

@@ -30,6 +30,7 @@ _ENDINGS = (
     (re.compile(r"(?:[_\W](?:ms|millis\w*)|Ms|Millis)$"), "ms"),
     (re.compile(r"(?:[_\W](?:s|sec|secs|seconds)|Seconds|Sec)$"), "s"),
 )
+_COARSE = re.compile(r"(?:(?:^|[_\W])(?:min|minute|hour|hr|day)s?|(?:Minute|Hour|Day)s?)$")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ def parse_columns(text: str) -> dict[str, str]:
         if _GAPS.search(columns[key]):
             problem = f"{columns[key]!r} holds gaps between requests by its name, not times"
             raise InputError("columns", problem, "a column of times: the running sum of the gaps")
+        if key != "time" and (coarse := _COARSE.search(columns[key])):
+            problem = f"{key}={columns[key]}, but the name says {coarse[0].strip('_')}"
+            raise InputError("columns", problem, "a column of times in s, ms, us or ns")
         named = unit_of(columns[key])
         if key != "time" and named is not None and key != f"time_{named}":
             problem = f"{key}={columns[key]}, but the name says {named}"
