@@ -33,8 +33,18 @@ _WIDTH = 64
 _LINE_EVERY_S = 10.0
 
 
-#: Share of the work that has to be done before the time left is estimated.
-_FORETELLS = 0.03
+#: Share of the work that has to be seen done before the time left is estimated.
+_FORETELLS = 0.05
+
+
+def _time_left(first: tuple[float, float] | None, now: float, share: float) -> str:
+    """Say how long the rest may take, at the mean pace since ``first``, a time and the share done
+    then; in whole minutes where it is long. Nothing before a part of it has been seen done."""
+    since, had = first or (now, share)
+    if share >= 1.0 or share - had < _FORETELLS - 1e-9:
+        return ""
+    left = (now - since) * (1.0 - share) / (share - had)
+    return f", about {left:.0f} s left" if left < 100.0 else f", about {left / 60.0:.0f} min left"
 
 
 class _Lines:
@@ -47,18 +57,23 @@ class _Lines:
         self._next = self._start + self._every_s
         self._first: tuple[float, float] | None = None
         self._doing, self._over = "", threading.Event()
-        self._begun, self._share = self._start, 0.0
+        self._began: tuple[float, float] | None = None
+        self._share = 0.0
+        self._teller = threading.Thread(target=self._go_on, name=f"{HARMLESS}progress", daemon=True)
 
     def say(self, what: str, share: float | None = None) -> None:
         """Say what begins; until there are figures, every ten seconds which share of it is done."""
+        begins_first, is_new = not self._doing, what != self._doing
+        if is_new:
+            self._doing, self._began = what, None
+        if share is not None:  # what comes before, such as waiting, tells nothing of the rest
+            self._began = self._began or (time.monotonic(), share)
         self._share = share or 0.0
-        if what == self._doing:
+        if not is_new:
             return
-        begins_first = not self._doing
-        self._doing, self._begun = what, time.monotonic()
         self._echo(f"{self._title}: {what}")
         if begins_first:
-            threading.Thread(target=self._go_on, name=f"{HARMLESS}progress", daemon=True).start()
+            self._teller.start()
 
     def _go_on(self) -> None:
         while not self._over.wait(_LINE_EVERY_S) and self._first is None:
@@ -66,32 +81,29 @@ class _Lines:
 
     def _so_far(self) -> str:
         """Return what is being done, for how long, and how long it may still take."""
-        now = time.monotonic()
-        doing, so_far = now - self._begun, now - self._start
-        if not _FORETELLS < self._share < 1.0:
-            return f"{self._doing}, {so_far:.0f} s so far"
-        left = doing * (1.0 - self._share) / self._share
-        done = f"{100 * self._share:.0f}% done"
-        return f"{self._doing}: {done}, {so_far:.0f} s so far, about {left:.0f} s left"
+        now, share = time.monotonic(), self._share
+        done = f": {100 * share:.0f}% done" if 0.0 < share < 1.0 else ""
+        left = _time_left(self._began, now, share)
+        return f"{self._doing}{done}, {now - self._start:.0f} s so far{left}"
 
     def _echo(self, text: str) -> None:
         click.echo(text, err=True)
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Say nothing more: what follows, such as an error, is the last line."""
         self._over.set()
+        if self._teller.is_alive():
+            self._teller.join()
 
     def update(self, share: float, said: str) -> None:
         now = time.monotonic()
         # What comes before the first news, processes that start, tells nothing of the rest.
-        since, had = self._first = self._first or (now, share)
+        self._first = self._first or (now, share)
         if now < self._next or not 0.0 < share < 1.0:
             return
         self._next = now + self._every_s
-        text = f"{self._title}: {said}, {now - self._start:.0f} s so far"
-        if share > had:
-            text += f", about {(now - since) * (1.0 - share) / (share - had):.0f} s left"
-        self._echo(text)
+        left = _time_left(self._first, now, share)
+        self._echo(f"{self._title}: {said}, {now - self._start:.0f} s so far{left}")
 
 
 class _Cell(_Lines):

@@ -1,8 +1,12 @@
 """What commands say of their progress where standard error is no terminal."""
 
+import re
+import time
+
 import pytest
 
 from eldr_sim.cli import console
+from eldr_sim.phases import report_phase
 
 
 @pytest.fixture
@@ -22,6 +26,32 @@ def test_a_search_says_a_line_now_and_then_with_the_time_left(clock, capsys):
     assert lines[0] == "planning: 1 of about 100 runs, 21 s so far"
     assert lines[1] == "planning: 11 of about 100 runs, 31 s so far, about 89 s left"
     assert len(lines) == 10
+
+
+def test_waiting_before_the_first_share_does_not_count(clock, capsys):
+    """A search that prepares for minutes, then does 2% a second: what is left is known to a
+    third."""
+    lines = console._Lines("plan")
+    lines._over.set()
+    lines.say("drawing", None)
+    for second in range(190, 240):
+        clock[0] = float(second)
+        lines.say("drawing", 0.02 * (second - 190))
+        told = re.search(r"about (.*) s left", lines._so_far())
+        if second >= 193:
+            assert float(told[1]) == pytest.approx(240 - second, rel=0.34)
+        else:
+            assert told is None
+
+
+def test_a_long_rest_is_said_in_minutes(clock, capsys):
+    with console.run_counter("planning") as count:
+        for run in range(1, 30):
+            clock[0] = 60.0 * run
+            count(run, 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[4] == "planning: 5 of about 40 runs, 300 s so far, about 35 min left"
+    assert "left" not in lines[1]
 
 
 def test_a_short_task_says_nothing(clock, capsys):
@@ -49,6 +79,17 @@ def test_what_is_prepared_says_its_share_and_the_time_left(clock, capsys):
         lines.say("compiling", share)
     assert capsys.readouterr().err.splitlines() == ["run: drawing", "run: compiling"]
     assert lines._so_far() == "compiling: 25% done, 15 s so far, about 30 s left"
+
+
+def test_nothing_is_said_after_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_LINE_EVERY_S", 1e-4)
+    for _ in range(50):
+        with console.progress_bar("run"):
+            report_phase("drawing")
+            time.sleep(2e-3)
+        assert "so far" in capsys.readouterr().err
+        time.sleep(1e-3)
+        assert capsys.readouterr().err == ""
 
 
 def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_path):
