@@ -1,4 +1,5 @@
-"""What holds where nothing is asked: every default and bound of a configuration or command.
+"""What holds where nothing is asked: every default and bound of a configuration, of a class with
+fields, or of a command.
 
 A change of one is a change for users: ``python -m tests.house.test_defaults`` records it, and
 CHANGELOG.md says so.
@@ -16,25 +17,37 @@ from eldr_sim.cli.main import cli
 from ..paths import GOLDEN, ROOT
 
 RECORD = GOLDEN / "defaults.txt"
-#: What has configurations, in its own folder or below.
-FOLDERS = "policies", "serving/router", "serving/simulated", "simulator/setup"
+#: What has such classes, in its own folder or below.
+FOLDERS = (
+    "policies", "planning", "serving/router", "serving/simulated", "simulator/setup",
+    "simulator/outcome", "kernel_profiles/kernels", "kernel_profiles/steps", "traces/requests",
+)  # fmt: skip
 
 
 def classes():
-    """Return the configurations."""
+    """Return the classes with fields."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             module = importlib.import_module(".".join(("eldr_sim", *parts)))
             for each in vars(module).values():
                 own = getattr(each, "__module__", "").startswith("eldr_sim.")
-                if own and isinstance(each, type) and issubclass(each, BaseModel):
+                if own and isinstance(each, type):
                     yield each
 
 
 def fields():
-    """Return the default and bounds of each field of a configuration."""
+    """Return the default and bounds of each field of a class."""
     for owner in classes():
+        if not issubclass(owner, BaseModel):
+            known = getattr(owner, "_field_defaults", {}) | {
+                name: field.default
+                for name, field in getattr(owner, "__dataclass_fields__", {}).items()
+            }
+            for name, value in known.items():
+                if isinstance(value, bool | int | float | str | tuple | None):
+                    yield f"{owner.__name__}.{name} {value!r}"
+            continue
         for name, field in owner.model_fields.items():
             default = field.get_default(call_default_factory=True, validated_data={})
             said = "needed" if default is PydanticUndefined else repr(default)

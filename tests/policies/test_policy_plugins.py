@@ -355,6 +355,16 @@ def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
     assert not gives_rules(registry.decode_policy("b", context()))
 
 
+def test_a_heir_of_any_policy_is_one():
+    """It has what those above it have, however far above."""
+    for decision in FIELDS:
+        for name in registry.names(decision):
+            heir = registry.find(decision, name)
+            for _ in range(2):
+                heir = type("Heir", (heir,), {"name": "heir"})
+                assert registry._flaw(heir) == "", (decision, name)
+
+
 def test_a_policy_gets_what_it_declares_and_no_more(tmp_path, monkeypatch):
     source = (
         ROUTER.replace("Policy(Router", "{0}(Router")
