@@ -339,7 +339,7 @@ def test_gaps_are_no_times_even_if_named(columns, tmp_path):
 @pytest.mark.parametrize("unit", ["s", "ms"])
 def test_a_column_of_minutes_or_more_has_no_finer_unit(name, unit, tmp_path):
     (tmp_path / "log.csv").write_text(f"{name},isl,osl\n" + "".join(f"{i},9,9\n" for i in range(9)))
-    with pytest.raises(InputError, match="but the name says (?i:min|hour|day)") as said:
+    with pytest.raises(InputError, match=r"but the name says (?i:min|hour|day)") as said:
         read_request_log(tmp_path / "log.csv", columns=f"time_{unit}={name},input=isl,output=osl")
     assert "in s, ms, us or ns" in str(said.value)
 
