@@ -1,15 +1,18 @@
-"""What `answers` asks, by part: all is small, so that all takes half a minute. A new policy,
+"""What `answers` asks, by part: all is small, so that all takes a CPU minute. A new policy,
 model, GPU, field or published run is asked without a line here."""
 
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bounds
 import documented
 import fuzz_cases
+import msgspec
 import numpy as np
 import yaml
 from answers import Asked, command, numbers
@@ -30,6 +33,8 @@ from eldr_sim.planning import slo
 from eldr_sim.planning.launch.files import launch_files
 from eldr_sim.planning.search import bounds as plan_bounds
 from eldr_sim.planning.search import candidates, monotone_search, shapes
+from eldr_sim.planning.studies import study
+from eldr_sim.planning.studies.figures import Reproduction, Runner, claims_table
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import FIELDS
 from eldr_sim.serving import bodies
@@ -37,6 +42,9 @@ from eldr_sim.serving.router.kv_events import CachedPrefixes
 from eldr_sim.serving.router.signals import parse_metrics
 from eldr_sim.serving.simulated import asked as served
 from eldr_sim.serving.simulated import handover
+from eldr_sim.serving.simulated.core import Stream, replay
+from eldr_sim.serving.simulated.kv_events import KVEventsConfig, Publisher
+from eldr_sim.serving.simulated.metrics import DIALECTS, Metrics
 from eldr_sim.simulator.outcome import error_band
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.groups import parse_slo
@@ -134,6 +142,13 @@ def _policies() -> Asked:
             if decision in ("decode", "prefill"):
                 late = {"prefix_len": 64, "load_report_delay_ms": 2}
                 yield f"{decision} {name}, prefixes", _run, fields | late
+            if decision == "replica":
+                moving = {"eplb_interval": 3, "expert_placement": "eplb", "output_len": 9}
+                yield f"{decision} {name}, moving", _run, fields | moving
+            if decision == "decode":
+                for kind in ("co-located", "groups"):
+                    shared = fuzz_cases.base_of(kind) | {"policy": name, "num_requests": 12}
+                    yield f"{decision} {name}, {kind}", _run, shared
 
 
 def _mixtures() -> Asked:
@@ -221,7 +236,7 @@ def _moe(table: Any) -> Any:
     distinct = np.minimum(TOKENS[:3], made.n_experts)
     return {
         "time_s": made.time_s(TOKENS[:3], distinct), "prefill_s": made.prefill_s(TOKENS),
-        "grid": made.grid_s(9), "mixed": made.mixed_grid_s(9),
+        "grid": made.grid_s(9), "mixed": made.mixed_grid_s(9), "errors": made.fit_error,
     }  # fmt: skip
 
 
@@ -317,6 +332,8 @@ def _commands() -> Asked:
         ["run", *small, "--topology", "3C", "--fail", "decode:0@0.1+0.2",
          "--price-per-gpu-hour", "2"],
         ["run", *small, "--workload", "log.csv", "--topology", "1P1D"],
+        ["run", "--trace", "reference-moe", "--workload", "log.csv", "--columns",
+         "time_s=t,input=prompts,output=outputs", "--busiest", "3s", "--topology", "1P1D"],
         ["explain", "a"], ["explain", "a", "--request", "3"], ["explain", "a", "b"],
         ["report", "a", "b", "--out", "page.html"],
         ["compare", *small, "--topology", "1P2D", "--policy", "jsq,eldr", "--seeds", "2", *one],
@@ -366,6 +383,33 @@ def _planning() -> Asked:
             "engines": shapes.usual_engines(config), "colocated": shapes.may_be_colocated(config),
             "bounds": plan_bounds.bounds(config, slo.Objective(level)),
         }, config  # fmt: skip
+    for name in models.list_models():
+        yield f"engines: {name}", lambda name: [
+            shapes.usual_engines(make_config({"model": name, "gpu": gpu, "topology": "1P1D"}))
+            for gpu in ("H100", "MI300X", "B200")
+        ], name  # fmt: skip
+    for path in sorted(Path(__file__).parents[2].glob("studies/*/*.yaml")):
+        for name, make in study.read_study(path).known(_Figures({})).items():
+            yield f"{path.parent.name}: {name}", _reproduced, make
+
+
+class _Figure(float):
+    """A figure that follows from its name alone, and so do figures within it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _Figure(1.0 + zlib.crc32(f"{float(self)} {name}".encode()) / 2**32)
+
+
+class _Figures(Runner):
+    """Runs of a study that are not run."""
+
+    def run(self, cases: Any) -> Any:
+        return [_Figure(zlib.crc32(json.dumps(case, default=str).encode())) for case in cases]
+
+
+def _reproduced(make: Callable[[], Reproduction]) -> Any:
+    made = make()
+    return {"claims": claims_table([made]), "rows": made.table}
 
 
 def _search(rng: Any) -> Any:
@@ -501,6 +545,64 @@ def _serving() -> Asked:
             config,
         )
     yield "prefixes", _prefixes
+    for kind in ("disaggregated", "co-located"):
+        yield f"replay: {kind}", _replayed, fuzz_cases.base_of(kind)
+    for engine in DIALECTS:
+        for role in (None, "prefill", "decode"):
+            yield f"counted: {engine}, {role}", _counted, engine, role
+    for as_lists in (False, True):
+        yield f"events {as_lists}", _published, as_lists
+
+
+def _replayed(fields: dict[str, Any]) -> Any:
+    head = {"config": make_config(fields).model_dump(mode="json"), "speed": 1.0}
+    rows: list[dict[str, Any]] = [
+        {"t": 0.01 * n, "prompt_len": 40 + n, "output_len": 3 + n, "prefix": [0, 1, n]}
+        for n in range(9)
+    ]
+    rows.insert(6, {"t": 0.05, "cancel": 5})
+    rows.append({"t": 0.1, "prompt_len": 1, "output_len": 1})
+    Path("served.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, head, *rows]))
+    return _figures(replay("served.jsonl"))
+
+
+def _counted(engine: str, role: Any) -> dict[str, str]:
+    """What a server says of three requests: of many tokens, of one, and of a client that left."""
+    names = "arrival_s", "prefill_start_s", "decode_start_s", "first_token_s", "finish_s"
+    kinds = [(name, np.float64) for name in names] + [("preemptions", np.int64)]
+    times = [(1.0, 1.5, 3.5, 3.0, 9.0, 2), (2.0, 2.25, 3.0, 4.0, 4.0, 0), (3.0, -1, -1, -1, -1, 1)]
+    core: Any = SimpleNamespace(
+        config=make_config({"topology": "2C"}), role=role, open={}, kv_blocks=lambda: [100, 300],
+        cluster=SimpleNamespace(requests=np.array(times, kinds)), cached_tokens=lambda s: s.number,
+        engines=lambda: [(3, 1, 0.25), (0, 0, 0.5)],
+    )  # fmt: skip
+    metrics = Metrics("m", engine)
+    metrics.watch(core)
+    ends = ("length", "completed"), ("stop", "completed"), ("stop", "client_left")
+    for number, (reason, outcome) in enumerate(ends):
+        stream = Stream(number, 7 + number, (9, 1, 5)[number], reason, [])
+        for total, at_s in ((1, 3.0), (1, 3.5), (4, 5.0), (stream.output_len, 9.0))[: 4 - number]:
+            stream.give(min(total, stream.output_len), at_s)
+        core.ended(stream, outcome)
+    lines = metrics.text().decode().splitlines()
+    return {n: v for n, _, v in (line.rpartition(" ") for line in lines if "_created" not in line)}
+
+
+def _published(as_lists: bool) -> Any:
+    """The events of blocks that come and go, as a publisher keeps them to be sent again."""
+    config = KVEventsConfig(endpoint="inproc://eldr-sim", as_lists=as_lists, buffer_steps=4)
+    publisher = Publisher(config, 0, 4)
+    publisher.learn([3, 4, 9], list(range(11)), None)
+    publisher.learn([3, 7], list(range(8)), "lora")
+    for stored, removed in (([3, 4, 9], []), ([7, 3], [4]), ([], []), ([], [7]), ([4], [3])):
+        publisher.tell(stored, removed)
+    publisher.clear()
+    kept = [(number, msgspec.msgpack.decode(data)) for number, data in publisher._kept]
+    publisher.close()
+    return [
+        (number, json.dumps([batch[1], batch[2]] if as_lists else batch | {"ts": 0}))
+        for number, batch in kept
+    ]
 
 
 _METRICS = "".join(

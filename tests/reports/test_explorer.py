@@ -227,3 +227,8 @@ def test_read_only_shows_its_own_state_alone():
 def test_what_the_page_begins_with_must_be_right():
     with pytest.raises(InputError, match="request_rate"):
         Explorer(BASE.replace(request_rate=None))
+
+
+def test_a_page_too_many_is_refused_for_now(site, monkeypatch):
+    monkeypatch.setattr("eldr_sim.reports.explorer.server._STREAMS", 0)
+    assert asked(site[1], {}) == (503, "0 pages are being computed")
