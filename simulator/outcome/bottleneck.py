@@ -45,6 +45,7 @@ TTFT_PHASES = tuple(name for name, _ in PHASES.values() if name not in ("client'
 _SMALL = 0.1  # of a mean TTFT: a shorter wait is no queue
 #: A larger token budget is worth a name where a budget twice as large saves this share of the time.
 _WORTH = 0.15
+_NO_FASTER = "larger steps would compute no more tokens a second"
 #: A prompt is long beside others if it has this many times the tokens of the median one.
 _LONG = 4.0
 _STEPS = 3.0  # within which a request joins where there is room: it comes during one, and vLLM
@@ -198,6 +199,14 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     name, why, phase = _bottleneck(mean_ms, use, transfers or 0.0, batch, waits, lengths, *ways)
     if link_shared and phase == "prefill queue" and name != "link":
         why += f"; then {transfers:.1f} transfers share a decode worker's link, and more would wait"
+    if name.endswith("batch") and len(measured) and not windows:
+        prefills = name == "prefill batch" or not decoders
+        engine = spec.prefill if prefills else decoders[0]
+        tokens = float(np.mean(lengths if prefills else contexts[mine]))
+        most = int(engine.n_blocks * spec.block_size // tokens)
+        if most <= engine.max_num_seqs:
+            why += f"; then KV blocks, which hold {most} requests of the mean length"
+            why += ", and more would wait"
     limits: dict[str, Any] = {"bottleneck": name, "because": why, "waits_in": phase}
     limits |= {"mean_phase_ms": mean_ms, "utilisation": use}
     return limits if transfers is None else limits | {"kv_transfers_per_worker": transfers}
@@ -330,8 +339,14 @@ def _bottleneck(
         code = int(NO_BLOCKS)  # which decode workers are slow to fetch from
     part = f"{stopped[code - 1] / queued:.0%} of the queueing"
     apart = f"{found.role} " if {"prefill_busy", "decode_busy"} <= use.keys() else ""
+    budget = found.engine.max_num_batched_tokens
     if code == NO_SEAT:
-        seats = f"all {found.engine.max_num_seqs} places of the batch (max_num_seqs) are taken"
+        most = found.engine.max_num_seqs
+        seats = f"all {most} places of the batch (max_num_seqs) are taken"
+        tokens = int(min(budget, most * float(np.mean(prompt_len))))
+        if found.role == "prefill" and not _larger_steps_pay(found.engine, tokens, found.step_s):
+            why = f"{wait}, {part} while {seats}"
+            return "prompt computation", f"{why}; {_NO_FASTER}", phase
         return f"{apart}batch", f"{wait}, {part} while {seats}", phase
     if code == NO_BLOCKS and link_holds:  # more blocks add transfers
         why = f"{wait}, {part} for free KV blocks, which slow transfers hold"
@@ -341,34 +356,33 @@ def _bottleneck(
     if code == PUT_OFF:
         why = f"{wait}, {part} while the engine's rule puts prompts off"
         return "prompt batching", why, phase
-    budget = found.engine.max_num_batched_tokens
     full = f"{wait}, {part} while the step's {budget:,} tokens (max_num_batched_tokens) are taken"
     long_ones = prompt_len > max(budget, _LONG * np.median(prompt_len))
     if found.alone >= 0.5 and 2 * prompt_len[long_ones].sum() > prompt_len.sum():
         why = f"{full}, {found.alone:.0%} of that by one prompt alone"
         why += f": chunks of prompts of up to {np.max(prompt_len):,} tokens go before all others"
         return "head-of-line prompts", why, phase
-    if _larger_steps_pay(found) and long[phase] > 2e3 * found.full_s:
+    if _larger_steps_pay(found.engine, budget, found.full_s) and long[phase] > 2e3 * found.full_s:
         return "token budget", f"{full}; larger steps would compute more tokens a second", phase
-    why = f"{full}; larger steps would compute no more tokens a second"
-    return "prompt computation", why, phase
+    return "prompt computation", f"{full}; {_NO_FASTER}", phase
 
 
 def _waits_of(mean_ms: Mapping[str, float]) -> dict[str, float]:
     return {name: mean_ms[name] for name, waits in PHASES.values() if waits and name in mean_ms}
 
 
-def _larger_steps_pay(found: _Waits) -> bool:
-    """Say whether steps of twice the token budget would compute many more tokens a second.
+def _larger_steps_pay(engine: EngineSpec, tokens: int, step_s: float) -> bool:
+    """Say whether steps twice as large would compute many more tokens a second.
 
-    Two steps become one, which saves what a step takes whatever its tokens are."""
-    steps, budget = found.engine.step_time, found.engine.max_num_batched_tokens
-    budget = min(budget, steps.max_model_len, len(steps.cost.mixed_moe_s) - 1)
-    if budget < 2:
+    Two steps become one, which saves what a step takes whatever its tokens are. ``tokens``: of a
+    step now; ``step_s``: what it takes."""
+    steps = engine.step_time
+    tokens = min(tokens, steps.max_model_len, len(steps.cost.mixed_moe_s) - 1)
+    if tokens < 2:
         return True
-    whole, half = (steps.prefill_s([n], [0]) for n in (budget, budget // 2))
-    fixed_s = whole - (whole - half) * budget / (budget - budget // 2)
-    return fixed_s > _WORTH * 2.0 * found.full_s
+    whole, half = (steps.prefill_s([n], [0]) for n in (tokens, tokens // 2))
+    fixed_s = whole - (whole - half) * tokens / (tokens - tokens // 2)
+    return fixed_s > _WORTH * 2.0 * step_s
 
 
 def _no_queue(mean_ms: Mapping[str, float], batch: float) -> tuple[str, str, None]:

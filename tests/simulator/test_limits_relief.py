@@ -121,7 +121,11 @@ def check(seed, folder):
     if name in NO_QUEUE:
         assert limits["waits_in"] is None
         return name
-    after = simulate_summary(make_config(relieved(fields, name, state, folder)))
+    fields = relieved(fields, name, state, folder)
+    for other, said in (("KV", "; then KV blocks"), ("link", "share a decode worker's link")):
+        if said in limits["because"]:  # which stands right behind it
+            fields = relieved(fields, other, state, folder)
+    after = simulate_summary(make_config(fields))
     if after["completed"] != before["completed"]:
         return None  # others were refused: not the same requests
     waited, waits = (s["limits"]["mean_phase_ms"].get(limits["waits_in"], 0.0)
@@ -141,6 +145,19 @@ def test_an_idle_cluster_has_no_queue(topology):
         fields |= {"trace": "reference-moe", "num_requests": 20}
         limits = simulate_summary(make_config(fields | {"warmup": 0}))["limits"]
         assert (limits["bottleneck"], limits["waits_in"]) == ("no queue", None), limits
+
+
+def test_places_and_blocks_that_bind_together_are_both_named(tmp_path):
+    assert check(771166, tmp_path) == "batch"
+    fields, state = draw(771166, tmp_path)
+    summary = simulate_summary(make_config(fields))
+    assert "hold 4 requests of the mean length" in summary["limits"]["because"]
+    alone = simulate_summary(make_config(relieved(fields, "batch", state, tmp_path)))
+    assert alone["mean_ttft_ms"] == summary["mean_ttft_ms"]
+
+
+def test_places_of_a_worker_that_computes_all_the_time_are_no_limit(tmp_path):
+    assert check(771265, tmp_path) == "prompt computation"
 
 
 def test_a_queue_before_a_shared_link_names_the_link(tmp_path):
