@@ -18,7 +18,7 @@ from eldr_sim.traces.routing.manifest import (
 )
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
 from studies.presets_beside_recordings import OUT as BESIDE
-from studies.presets_beside_recordings import PRESET_OF, figures
+from studies.presets_beside_recordings import POLICIES, PRESET_OF, figures
 
 from ..on_each import on_each
 from ..paths import SHARED
@@ -174,6 +174,9 @@ def test_every_recording_stands_beside_a_preset():
     with BESIDE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {(r["recording"], r["preset"]) for r in rows} >= set(PRESET_OF.items())
+    kept = {(r["recording"], r["figure"]) for r in rows if "[" in r["drawn"]}
+    gains = {f"{policy}, median TPOT, %" for policy in POLICIES}
+    assert kept >= {(name, gain) for name in PRESET_OF for gain in gains}
 
 
 def test_figures_beside_a_preset_are_of_the_recording():
