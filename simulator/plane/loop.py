@@ -117,6 +117,7 @@ def _refusal(engines: Engines, request: int) -> Any:
             needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
         blocks = blocks_of(needed, settings.block_size) + record.window_blocks
         blocks += engines.kv.groups * min(blocks, pool.window_cap)
+        blocks += pool.reserve == state.OF_SHARE  # SGLang never fills its KV cache up
         if blocks > pool.n_blocks:
             reason = state.NO_KV_ROOM
     return reason

@@ -10,6 +10,7 @@ Read it in this order, which is the life of a request:
 `router`             a policy chooses a worker, or holds the request
 `worker`             an engine core: `Prefiller`, `Decoder`, `Colocated`; when steps start and end
 `scheduler`          vLLM's scheduler: what runs in the next step, with how many tokens
+`sglang`             SGLang's scheduler instead
 `kv_blocks`          KV blocks and the prefix cache
 `experts`            which experts the tokens of a step activate
 `speculation`        drafts: how many are accepted, what they cost

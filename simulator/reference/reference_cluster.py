@@ -14,7 +14,7 @@ from eldr_sim.simulator.control.arrays import link_rates
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.run_inputs import RunInputs
-from eldr_sim.simulator.plane.state import HERE
+from eldr_sim.simulator.plane.state import HERE, OF_SHARE
 from eldr_sim.simulator.reference.clock import ModelClock
 from eldr_sim.simulator.reference.experts import Experts
 from eldr_sim.simulator.reference.faults import Faults
@@ -250,6 +250,7 @@ class ReferenceCluster:
             in_flight *= 1 + spec.scheduler.async_scheduling
             cap = spec.windows.cap(spec.block_size, in_flight, spec.max_model_len)
             beside = request.window_blocks + spec.windows.groups * min(blocks, cap)
+            beside += engine.rules.reserve == OF_SHARE  # SGLang never fills its KV cache up
             if blocks + beside > engine.n_blocks:
                 reason = "exceeds_kv_cache"
         return reason

@@ -5,6 +5,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.run_inputs import RunInputs
+from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 
 
@@ -14,9 +15,11 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
     spec, workload = inputs.spec, inputs.workload
     engines = [pool.engine for pool in spec.pools]
     drafts = [engine.speculation.config for engine in engines if engine.speculation is not None]
-    follows = {name: worker.follows for name, worker in chosen.items()}
-    others = [p.engine for p in spec.pools
-              if p.engine.engine == "vllm" or follows.get(p.name) != p.engine.engine]  # fmt: skip
+    follows = {pool.name: pool.name in chosen and chosen[pool.name].follows for pool in spec.pools}
+    handed_to = {pool.then for pool in spec.pools}
+    others = [pool.engine for pool in spec.pools
+              if not (follows[pool.name] or pool.engine.rules.fills_up)]  # fmt: skip
+    fills_up = [pool for pool in spec.pools if pool.engine.rules.fills_up]
     plain = EngineRules()
     ruled = ("mixed_steps", "whole_prompts", "poll_steps", "wait_steps", "reserve", "fewest_first",
              "token_with_kv")  # fmt: skip
@@ -26,12 +29,14 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
     )
     refused = {
         "engine": any(getattr(engine.rules, name) != getattr(plain, name)
-                      for engine in others for name in ruled),
+                      for engine in others for name in ruled)
+        or any(follows[p.name] not in (False, "", p.engine.engine) for p in spec.pools),
+        "topology": len(spec.routers) > 2
+        or any(pool.then != HERE or pool.router in handed_to for pool in fills_up),
         "workload": workload.parent is not None or workload.n_warming > 0,
         "max_active_sessions": spec.max_active_sessions is not None,
         "kv_tiers": bool(spec.tiers),
         "conditional_disagg": bool(spec.conditional.entry),
-        "topology": len(spec.routers) > 2,
         "trace_replay": inputs.replay.period > 0,
         "enable_elastic_ep": bool(inputs.elastic),
         "speculative_config.rejected_experts": any(c.rejected_experts != "next" for c in drafts),
@@ -42,8 +47,10 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
         "policy": any(policy.needs.session_signature for policy in policies),
         "prefill.experts": any(pool.engine.layout is not None and pool.name not in chosen
                                and pool.engine.layout.has_steps_of_its_own for pool in spec.pools),
-        "speculative_config": any(engine.group is not None and engine.speculation is not None
-                                  for engine in engines),
+        "speculative_config": any(
+            engine.speculation is not None and (engine.group is not None or engine.rules.fills_up)
+            for engine in engines
+        ),
         "replica_choice": inputs.replica_policy is not None,
         "eplb_interval": inputs.relocations is not None,
     }  # fmt: skip

@@ -80,7 +80,7 @@ class Scheduler:
         if not request.kv_here:
             request.queued_s = self.worker.env.now
         busy = self.running or self.riding or self.worker.step_end > self.worker.env.now
-        if self.config.async_scheduling and busy:
+        if (self.config.async_scheduling or self.rules.poll_steps > 1) and busy:
             self.late.append(request)
         else:
             self._queue(request)
@@ -449,7 +449,7 @@ class Scheduler:
             if self.allocates_chunks:
                 computed = sequence.cached + sequence.chunk
                 self.kv.grow(sequence.request, self.kv.lacking(sequence, computed))
-            self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
+            self.let_find(sequence.request, sequence.cached + sequence.chunk)
         if decodes:
             self.prefilling.remove(sequence)
             self.join(sequence)
@@ -467,11 +467,16 @@ class Scheduler:
     def join(self, sequence: Sequence) -> None:
         """Let a sequence get a token in the next step."""
         self.take_slots(sequence)
-        self.kv.cache_blocks(sequence.request, sequence.request.tokens)
+        self.let_find(sequence.request, sequence.request.tokens)
         self.decoding.append(sequence)
         self.joined.append(sequence)
 
     # --- KV blocks ---
+
+    def let_find(self, request: Request, tokens: int) -> None:
+        """Let others find what the next step computes: in it no token is read before it is
+        written."""
+        self.kv.cache_blocks(request, tokens)
 
     @property
     def planned(self) -> list[Sequence]:

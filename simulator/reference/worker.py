@@ -20,6 +20,7 @@ from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.reference.clock import STEP
 from eldr_sim.simulator.reference.requests import Request, Sequence
 from eldr_sim.simulator.reference.scheduler import Scheduler
+from eldr_sim.simulator.reference.sglang import SglangScheduler
 from eldr_sim.simulator.setup.cluster_spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class Step:
 class Worker:
     """One engine, the worker ``number`` of a cluster. Its processes begin with it."""
 
-    scheduler_class: type[Scheduler] = Scheduler
+    scheduler_class: type[Scheduler] | None = None  #: None: that of its engine
     group_class: type[EngineGroup] | None = None  #: None: `EngineGroup`, or that of shared experts
-    follows: str = "vllm"  #: the engine whose rules its scheduler has
+    follows: str = ""  #: the engine whose own code it runs
 
     def __init__(self, cluster: ReferenceCluster, pool: PoolSpec, number: int) -> None:
         self.cluster, self.pool, self.number, self.env = cluster, pool, number, cluster.env
@@ -63,7 +64,8 @@ class Worker:
         self.capture_s = 0.0 if pool.decodes else cluster.spec.capture_s  # of signatures
         self.whole_prompts = layout is not None and layout.whole_prompts
         self.speculation = cluster.speculations.get(pool.name)
-        self.scheduler = self.scheduler_class(self, only_prompts=not pool.decodes)
+        its: type[Scheduler] = SglangScheduler if pool.engine.rules.fills_up else Scheduler
+        self.scheduler = (self.scheduler_class or its)(self, only_prompts=not pool.decodes)
         self.group: EngineGroup  #: the engines that step with it
         self.alive, self.slowdown = True, 1.0
         self.step_end = -math.inf  #: of the step in progress, or the last one
@@ -230,6 +232,9 @@ class Worker:
             sequence.got = sequence.rejected = 0
         for sequence in batch:
             request = sequence.request
+            if sequence.rested:
+                self.cluster.gaps.append((request.last_token_s, end))
+                sequence.rested = False
             sequence.cached = sequence.context = sequence.context + sequence.got
             sequence.flying += sequence.got * scheduler.frees_late
             request.generated += sequence.got
@@ -256,6 +261,23 @@ class Worker:
             self.group.start_later(end)
         scheduler.closed = scheduler.blocked = False
         return step
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take back the token that a sequence has got with the last step."""
+        assert self.last is not None
+        step, _, joined = self.last
+        request, gap = sequence.request, (sequence.request.last_token_s, self.last[0].end)
+        step.outputs -= 1
+        step.sequences -= 1
+        step.joined -= sequence in joined
+        request.generated -= 1
+        request.token_s.pop()
+        if not request.token_s:
+            request.first_token_s = -1.0
+        elif gap in self.cluster.gaps:  # it had no token for longer
+            self.cluster.gaps.remove(gap)
+        else:
+            request.last_token_s = request.token_s[-1]
 
 
 class Prefiller(Worker):

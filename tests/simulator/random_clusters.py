@@ -23,7 +23,8 @@ from eldr_sim.simulator.control.run_inputs import RunInputs
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
-from eldr_sim.simulator.setup.config.groups import EngineConfig
+from eldr_sim.simulator.setup.config.engine_rules import rules_of
+from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
@@ -233,7 +234,12 @@ RANDOM_CLUSTER = {
     "front_end": st.sampled_from([None, None, *get_args(Mode)]),
     "drafts": st.sampled_from([0, 0, 1, 2, 3, 5]),
     "threshold": st.sampled_from([None, None, 1, 4, 9]),
-}
+    "sglang": st.sampled_from([
+        None, None, {}, {"scheduler_recv_interval": 3}, {"enable_mixed_chunk": True},
+        {"schedule_conservativeness": 0.1},
+        {"enable_mixed_chunk": True, "schedule_conservativeness": 0.3},
+    ]),
+}  # fmt: skip
 
 
 def with_engines(spec, prefill, decode=None, **changes):
@@ -281,14 +287,19 @@ def random_cluster(
     drafts=0,
     early=False,
     threshold=None,
+    sglang=None,
 ):
     """Return the arguments of a random cluster, but for its policies.
+
+    ``sglang``: options of SGLang's scheduler, of which co-located engines have the rules.
 
     Most have KV blocks for hardly more than the largest request, and requests that come faster
     than they are served.
     """
     rng = np.random.default_rng(seed)
     drafts = drafts if topology[1] else 0  # who only computes prompts drafts nothing
+    if sglang is not None and topology[0] == 0:
+        drafts, windows = 0, None
 
     def some(*values):
         return values[rng.integers(len(values))]
@@ -324,6 +335,9 @@ def random_cluster(
             )  # fmt: skip
             speculation = random_speculation(rng, drafts, pass_cost, some("mtp", "mtp", "ngram"))
         engine = EngineSpec(step_time, seqs, budget, max(1, n_blocks), speculation=speculation)
+        if sglang is not None and topology[0] == 0:
+            rules = rules_of("sglang", SchedulerConfig(**sglang), budget, 1)
+            engine = dataclasses.replace(engine, rules=rules, engine="sglang")
         engines.append(engine)
         seqs = int(rng.integers(1, 7))
     decode, prefill = engines if topology[1] else (engines[1], engines[1])

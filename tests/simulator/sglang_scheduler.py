@@ -62,10 +62,6 @@ class VirtualScheduler(sglang.Engine):
         self.seen[req.rid]["retracted"] += is_retracted
         super()._add_request_to_queue(req, is_retracted)
 
-    def get_new_batch_prefill(self):
-        self.before = len(self.running_batch.reqs)  # what it takes off the budget of mixed steps
-        return super().get_new_batch_prefill()
-
     def run_batch(self, batch, pp_proxy_tensors=None):
         """Let a step begin when the one before has ended; it is known at once when it ends."""
         decoding = list(batch.decoding_reqs or ()) if batch.forward_mode.is_extend() else batch.reqs
@@ -87,8 +83,7 @@ class VirtualScheduler(sglang.Engine):
         self.busy = start + took
         self.forward_ct += 1
         step = {"start": start, "end": self.busy, "prompts": {r.rid: n for r, n in prompts}}
-        step |= {"decodes": sorted(int(r.rid) for r in decoding), "riders": len(riders)}
-        self.steps.append(step | {"room": self.before - len(decoding) + len(riders)})
+        self.steps.append(step | {"decodes": sorted(int(r.rid) for r in decoding)})
         own = [(int(r.rid) + 1 << 20) + len(r.output_ids) for r in batch.reqs]  # no two alike
         result = self.result(batch, own)
         batch.output_ids, result.end = result.next_token_ids.clone(), self.busy

@@ -87,7 +87,7 @@ ALONE_BY_PREEMPTION = {
     "grid": 1024, "n_ranks": 1, "own_experts": False, "async_scheduling": True,
     "slow_transfers": True, "signal_intervals": 0, "preempt_by_key": True, "n_queue_keys": 50,
     "aging": 0, "windows": None, "front_end": "thread_pool", "drafts": 5, "threshold": 9,
-    "early": True,
+    "early": True, "sglang": None,
 }  # fmt: skip
 
 

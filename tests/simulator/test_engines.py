@@ -153,7 +153,7 @@ class Twin:
 def one_engine(make_cluster, make_workload):
     """Run a co-located engine under rules; returns its record."""
 
-    def run(requests, rules, seats=8, budget=64, blocks=100, size=4, shared=0):
+    def run(requests, rules, seats=8, budget=64, blocks=100, size=4, shared=0, backend=None):
         columns = ([r[name] for r in requests] for name in ("at", "prompt", "output"))
         cluster = make_cluster(
             with_paths(make_workload(*columns), requests, shared),
@@ -168,7 +168,7 @@ def one_engine(make_cluster, make_workload):
             enable_prefix_caching=shared > 0,
             prompts=False,
         )  # fmt: skip
-        return cluster.run()
+        return cluster.run() if backend is None else backend(cluster.inputs).run()
 
     return run
 

@@ -21,10 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 
 from ..on_each import on_each
-from .sglang_rules import Engine
+from .test_engine import assert_same
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
 from .test_vllm_scheduler import check_recorded, with_tokens
 
@@ -68,11 +69,9 @@ def scarce_case(seed):
     return {"requests": requests, "settings": wanted, "costs": costs}
 
 
-def as_recorded(done, mixed):
-    """Steps until the last end: begin, end, prompt tokens, sequences that decode; ends of requests.
-
-    And when riders first take room in a step with prompts.
-    """
+def as_recorded(done):
+    """Steps until the last end: begin, end, prompt tokens, sequences that decode; ends of
+    requests."""
     names = ("first", "finish", "cached")
     told = {name: [r[name] for r in done["requests"]] for name in names}
     steps = [
@@ -80,9 +79,7 @@ def as_recorded(done, mixed):
         for s in done["steps"]
         if s["start"] < max(told["finish"])
     ]
-    short = [s["start"] for s in done["steps"] if mixed and s["prompts"] and s["room"] > 0]
-    until = min(short, default=1e9)
-    return {"steps": steps, "until": until} | told
+    return {"steps": steps} | told
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +97,25 @@ def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, se
     chunk = given["settings"]["chunk"]
     rules = rules_of("sglang", told, chunk, 1)
     shared = _SHARED if seed >= _N_WITHOUT_CACHE else 0
-    record = one_engine(given["requests"], rules, _SEATS, chunk, _TOKENS, 1, shared)
+    record = both(one_engine, given["requests"], rules, _SEATS, chunk, _TOKENS, 1, shared)
     assert record.requests["cached_tokens"].tolist() == theirs["cached"]
     for ours, name in (("first_token_s", "first"), ("finish_s", "finish")):
-        here = np.array(theirs[name]) <= theirs["until"]
-        there = np.array(theirs[name])[here]
-        np.testing.assert_allclose(record.requests[ours][here], there, rtol=1e-12)
-    expected = [step for step in theirs["steps"] if step[0] < theirs["until"]]
-    found = as_table(record.decode_steps[: len(expected)])
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(record.requests[ours], theirs[name], rtol=1e-12)
+    found = as_table(record.decode_steps, told.enable_mixed_chunk)
+    np.testing.assert_allclose(found, theirs["steps"], rtol=1e-12)
 
 
-def as_table(steps):
+def both(one_engine, *given):
+    """Return the record of a load, which is the same on both backends."""
+    record = one_engine(*given)
+    assert_same(record, one_engine(*given, backend=ReferenceCluster))
+    return record
+
+
+def as_table(steps, mixed=False):
     """The columns of `as_recorded`; where prompts are computed alone, all tokens are of theirs,
     one of which may have been lost by a retraction."""
-    alone = (steps["joined"] > 0) & (steps["sequences"] == steps["joined"])
+    alone = (steps["joined"] > 0) & (steps["sequences"] == steps["joined"]) & (not mixed)
     joined = np.where(alone, steps["tokens"], steps["joined"])
     prompts, decoding = steps["chunk_tokens"] + joined, steps["tokens"] - joined
     return np.column_stack([steps["start"], steps["end"], prompts, decoding])
@@ -128,13 +129,13 @@ def test_our_rules_equal_sglangs_scheduler_where_kv_is_scarce(one_engine, seed):
     told = options(scheduler_recv_interval=wanted["recv_interval"])
     rules = rules_of("sglang", told, wanted["chunk"], 1)
     sizes = wanted["seats"], wanted["chunk"], wanted["tokens"], 1
-    record = one_engine(given["requests"], rules, *sizes)
+    record = both(one_engine, given["requests"], rules, *sizes)
     np.testing.assert_allclose(as_table(record.decode_steps), theirs, rtol=1e-9)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_loads_equal_the_rules_that_are_to_be_read(one_engine, data):
+def test_random_loads_are_the_same_on_both_backends(one_engine, data):
     """Where KV and places are so scarce that many are retracted, of which no record has enough."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n, conservative = int(rng.integers(1, 25)), data.draw(st.sampled_from([0.1, 0.3, 1.0]))
@@ -143,17 +144,12 @@ def test_random_loads_equal_the_rules_that_are_to_be_read(one_engine, data):
     most = max(r["prompt"] + r["output"] for r in requests)
     wanted = {"seats": int(rng.integers(1, 9)), "chunk": int(rng.choice([24, 40, 64]))}
     wanted |= {"tokens": most + 2 + int(rng.choice([0, 3, 10, 60, 500]))}
-    wanted |= {"recv_interval": int(rng.choice([1, 4]))}
-    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S}
     told = options(
-        scheduler_recv_interval=wanted["recv_interval"], schedule_conservativeness=conservative
-    )
+        scheduler_recv_interval=int(rng.choice([1, 4])), schedule_conservativeness=conservative,
+        enable_mixed_chunk=data.draw(st.booleans()),
+    )  # fmt: skip
     rules = rules_of("sglang", told, wanted["chunk"], 1)
-    sizes = wanted["seats"], wanted["chunk"], wanted["tokens"], 1
-    record = one_engine(requests, rules, *sizes)
-    steps = Engine(requests, wanted, costs, conservative).run()
-    steps = [step for step in steps if step[0] < record.requests["finish_s"].max()]
-    np.testing.assert_allclose(as_table(record.decode_steps), steps, rtol=1e-9)
+    both(one_engine, requests, rules, wanted["seats"], wanted["chunk"], wanted["tokens"], 1)
 
 
 def test_the_cases_hold_what_may_differ(recorded):
@@ -161,8 +157,6 @@ def test_the_cases_hold_what_may_differ(recorded):
     kinds = [case(seed)["settings"] for seed in range(_N_CASES)]
     assert {kind["recv_interval"] for kind in kinds} == {1, 4}
     assert {kind["mixed"] for kind in kinds} == {True, False}
-    both = list(zip(recorded, kinds, strict=True))
-    assert all(each["until"] == 1e9 or kind["mixed"] for each, kind in both)
     assert sum(sum(each["cached"]) for each in recorded) > 500
     longest = [max(step[2] for step in each["steps"]) for each in recorded]
     assert sum(n == kind["chunk"] for n, kind in zip(longest, kinds, strict=True)) > 10
@@ -186,13 +180,11 @@ def as_sglang_does(cases):
 def test_sglang_does_what_was_recorded(recorded):
     cases = [with_tokens(case(seed)) for seed in range(_N_WITHOUT_CACHE, _N_CASES)]
     cases = [case(seed) for seed in range(_N_WITHOUT_CACHE)] + cases
-    both = zip(as_sglang_does(cases), cases, strict=True)
-    found = [as_recorded(each, of["settings"]["mixed"]) for each, of in both]
-    check_recorded("sglang_steps.json", found)
+    check_recorded("sglang_steps.json", list(map(as_recorded, as_sglang_does(cases))))
 
 
 @needs_sglang
 def test_sglang_does_what_was_recorded_where_kv_is_scarce():
     done = as_sglang_does([scarce_case(seed) for seed in range(_N_SCARCE)])
-    steps = [as_recorded(each, False)["steps"] for each in done]
+    steps = [as_recorded(each)["steps"] for each in done]
     check_recorded("sglang_scarce_steps.json", steps)

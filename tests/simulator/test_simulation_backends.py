@@ -88,7 +88,7 @@ def test_what_the_reference_does_not_model_is_refused_by_name():
     for field, changes in (
         ("kv_tiers", {"kv_tier": ["dram:64GB,load=50GB/s"]}),
         ("workload", {"workload": "chat", "request_rate": 1, "topology": "2C"}),
-        ("engine", {"engine": "sglang"}),
+        ("topology", {"engine": "sglang"}),
         ("autoscale", {"autoscale": "hpa"}),
     ):
         from eldr_sim.simulator.run import simulate

@@ -396,6 +396,9 @@ def promised(engines: Engines, w: int) -> Any:
     those that join."""
     worker, late = engines.workers[w], engines.pools[engines.pool_of[w]].frees_late
     tokens = worker.share * float(worker.ended_places)
+    if engines.pools[engines.pool_of[w]].mixed_steps:
+        held = worker.batch - worker.joined + worker.ended_places + worker.unfiltered
+        tokens += float(held)
     for i in range(worker.batch):
         sequence = engines.sequences[w, i]
         if i >= worker.batch - worker.joined:

@@ -24,6 +24,8 @@ def budget_left(engines: Engines, w: int) -> Any:
     """Return the tokens that the next step has room for; sequences that sit out take none."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     tokens = worker.tokens if pool.mixed_steps else worker.joined
+    if pool.mixed_steps and pool.fills_up:  # all that has a place in SGLang's batch
+        tokens = worker.batch + worker.ended_places + worker.unfiltered
     return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
 
 

@@ -211,7 +211,7 @@ def boundary(
         else:
             _finish(clock, engines, w)
     if pool.caches_late:
-        _publish_known(clock, engines, w)
+        _publish_known(engines, w, not pool.frees_late)
     balances = pool.balance_steps > 0 and waits_for_engines(engines, w)
     if pool.fills_up:
         _open_batch(engines, w)
@@ -225,9 +225,8 @@ def boundary(
     )
     if engines.kv.groups > 0:  # windows move
         in_turn = in_turn or not kv_manager.slide_batch(engines, w)
-    while pool.mixed_steps and (
-        in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))
-    ):
+    mixed = pool.mixed_steps and not pool.fills_up
+    while mixed and (in_turn or lacks_blocks(engines, w, not (defers or worker.one_step))):
         if not preempt(clock, engines, w, not (defers or worker.one_step)):
             break
         # No request is admitted in this step if there is one; else the engine replans at once.
@@ -241,11 +240,13 @@ def boundary(
             sequence = engines.sequences[w, i]
             sequence.got = sequence.rejected = sequence.flying = 0
             sequence.slides_at = sequence.output_len
-    if pool.mixed_steps:
+    if mixed:
         kv_manager.take_all_slots(engines, w)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
-        if worker.full and not has_step(worker) and worker.ended_places == 0:
+        none = not has_step(worker) and worker.ended_places == 0
+        if none and (worker.full or worker.unfiltered > 0):
+            worker.unfiltered = 0
             _open_batch(engines, w)  # nothing is launched, and the loop goes round once more
             admit(clock, events, engines, w, defers)
         worker.stopped = what_stopped(engines, w, defers)
@@ -257,6 +258,8 @@ def boundary(
         worker.one_step = True  # look again before the next step
     if has_step(worker):
         schedule_step(clock, events, engines.workers, w)
+    if pool.caches_late and pool.frees_late:
+        _publish_known(engines, w, True)
     if worker.ended_places > 0 or worker.ended_head >= 0:
         _free_ended(clock, engines, w)
         if has_step(worker):
@@ -295,16 +298,20 @@ def _close_batch(
 ) -> None:  # fmt: skip
     """Let those leave SGLang's batch that have ended before the last step, when a step of decoding
     is planned, those of the last step ride in it, and some be retracted for others' KV
-    (`update_running_batch`). Prompts beside no running sequences are a new batch."""
-    worker = engines.workers[w]
+    (`update_running_batch`). Prompts beside no running sequences are a new batch, and with mixed
+    chunks prompts and all that runs are."""
+    worker, mixed = engines.workers[w], engines.pools[engines.pool_of[w]].mixed_steps
     if worker.joined > 0 or worker.chunk_tokens > 0:
         held = worker.batch - worker.joined + worker.ended_places + worker.unfiltered
-        worker.full = worker.full and held > 0
+        worker.full = worker.full and held > 0 and not mixed
+        worker.blocked = True  # others may leave in the step after it
+        if mixed:  # all that runs is in the batch with them
+            _let_ride(worker)
+            worker.unfiltered = 0
+            retract(clock, engines, w, log, gaps)
         return
     leaves = not worker.one_step and worker.unfiltered > 0  # else it has been planned already
-    if worker.ended_places > 0:
-        worker.riding = worker.ended_places
-        worker.riding_tokens = worker.ended_places
+    _let_ride(worker)
     if retract(clock, engines, w, log, gaps) or leaves:
         worker.full = False
         worker.unfiltered = worker.unfiltered if worker.one_step else _NONE
@@ -312,15 +319,23 @@ def _close_batch(
 
 
 @compiled()
-def _publish_known(clock: Any, engines: kv_manager.Engines, w: int) -> None:
-    """Let others find the prompts of which the engine has processed the output, and chunks of those
-    that it goes on with (SGLang's `cache_unfinished_req`)."""
-    worker, now = engines.workers[w], clock[0].now
+def _let_ride(worker: Any) -> None:
+    """Let the sequences that the last step has ended ride in the next one."""
+    if worker.ended_places > 0:
+        worker.riding = worker.riding_tokens = worker.ended_places
+
+
+@compiled()
+def _publish_known(engines: kv_manager.Engines, w: int, prompts: bool) -> None:
+    """Let others find the chunks of contexts that are still being computed and, where the output
+    of the last step has been processed, the ``prompts`` (SGLang's `cache_unfinished_req`)."""
+    worker = engines.workers[w]
     for i in range(worker.batch + worker.prefilling):
         request = engines.sequences[w, i].request
-        record, known = engines.requests[request], engines.sequences[w, i].computed
+        known = engines.sequences[w, i].computed
         if i < worker.batch:
-            known = record.prompt_len if record.first_token_s < now else _NONE
+            prompts = prompts and i < worker.batch - worker.joined
+            known = engines.requests[request].prompt_len if prompts else _NONE
         kv_manager.publish_tokens(engines, w, request, known)
 
 
@@ -429,7 +444,8 @@ def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             kv_manager.publish_tokens(engines, w, before, context)
         release(engines.kv, engines.tables, engines.workers, w, side, before)
         before = behind
-    if engines.pools[engines.pool_of[w]].fills_up:
+    pool, prompts = engines.pools[engines.pool_of[w]], worker.joined > 0 or worker.chunk_tokens > 0
+    if pool.fills_up and not (pool.mixed_steps and prompts):
         worker.unfiltered += worker.ended_places
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
 
@@ -450,7 +466,7 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
             unknown = unprocessed(engines, w, sequences[w, i].got)
-            if not pool.caches_late:
+            if not (pool.caches_late and pool.frees_late):
                 kv_manager.publish_tokens(engines, w, request, context - unknown)
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
             kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
@@ -459,10 +475,11 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             _release(engines, w, request, pool.frees_late)
             if not (pool.fills_up and pool.frees_late):  # which may still retract it
                 _end(clock, engines, request)
-            if pool.fills_up:
+            if pool.fills_up and pool.frees_late:
                 sequences[w, places + worker.ended_places] = sequences[w, i]
-                worker.ended_places += pool.frees_late
-                worker.unfiltered += not pool.frees_late
+                worker.ended_places += 1
+            elif pool.fills_up:
+                worker.unfiltered += 1
             elif not rides:
                 worker.ended_places += pool.frees_late
             else:

@@ -106,8 +106,10 @@ def retract(clock: Any, engines: Engines, w: int, log: Any, gaps: Any) -> Any:
     """Take back the sequences with the fewest outputs while KV blocks lack (SGLang's
     `retract_decode`); what the step under way computes for them, perhaps the last token, is lost.
     Returns whether any was."""
-    worker = engines.workers[w]
-    while worker.batch + worker.riding > 1 and lacks_blocks(engines, w, False):
+    worker, beside = engines.workers[w], np.int64(0)
+    if engines.workers[w].joined > 0 or engines.workers[w].chunk_tokens > 0:
+        beside += 1  # a prompt is computed, and none has to stay
+    while _n_known(worker) + beside > 1 and lacks_blocks(engines, w, False):
         victim = _victim(engines, w)
         request = engines.sequences[w, victim].request
         last_token_s = _lose_output(clock, engines, w, victim, log, gaps)
@@ -142,7 +144,8 @@ def _lose_output(clock: Any, engines: Engines, w: int, i: int, log: Any, gaps: A
     step, last_token_s = log[last], np.float64(log[last].start)
     step.outputs -= 1
     step.sequences -= 1
-    step.joined -= step.joined > 0
+    outputs = sequence.output_len - sequence.tokens_left
+    step.joined -= record.prompt_len - 1 + outputs == sequence.computed
     if sequence.tokens_left == sequence.output_len:
         record.first_token_s = -1.0
         return -1.0
@@ -154,6 +157,19 @@ def _lose_output(clock: Any, engines: Engines, w: int, i: int, log: Any, gaps: A
             step.rested -= step.rested > 0
             return record.last_token_s
     return last_token_s
+
+
+@compiled()
+def _n_known(worker: Any) -> Any:
+    """Return the sequences that may be retracted: all but those that join, and those that ride."""
+    return worker.batch - worker.joined + worker.riding
+
+
+@compiled()
+def _known_at(engines: Engines, w: int, k: int) -> Any:
+    """Return the place of the sequence ``k`` of those."""
+    running = engines.workers[w].batch - engines.workers[w].joined
+    return np.int64(k) if k < running else np.int64(engines.sequences.shape[1] // 2 + k - running)
 
 
 @compiled()
@@ -425,9 +441,8 @@ def _free_ended(engines: Engines, w: int, last: int) -> None:
 def _raise_share(engines: Engines, w: int) -> None:
     """Reserve as much as the running sequences have needed so far, and 20 tokens of each more."""
     worker, got, wanted = engines.workers[w], 0.0, 1.0
-    places = engines.sequences.shape[1] // 2
-    for k in range(worker.batch + worker.riding):
-        i = k if k < worker.batch else places + k - worker.batch
+    for k in range(_n_known(worker)):
+        i = _known_at(engines, w, k)
         got += float(_known_outputs(engines, w, i) + _RETRACTED)
         wanted += float(engines.sequences[w, i].output_len)
     worker.share = min(1.0, got / wanted)
@@ -440,17 +455,19 @@ def _victim(engines: Engines, w: int) -> Any:
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     last = worker.batch + worker.prefilling - 1
     victim = last  # -1: none runs
-    riders = worker.riding if engines.pools[engines.pool_of[w]].fills_up else _NONE
-    if engines.pools[engines.pool_of[w]].fewest_first and worker.batch + riders > 1:
-        victim, fewest, longest = _NONE, np.int64(-1), _NONE
-        for k in range(worker.batch + riders):
-            i = np.int64(k) if k < worker.batch else sequences.shape[1] // 2 + k - worker.batch
+    pool = engines.pools[engines.pool_of[w]]
+    if pool.fewest_first and _n_known(worker) + pool.fills_up > 1:
+        victim, fewest, longest = np.int64(-1), _NONE, _NONE
+        for k in range(_n_known(worker)):
+            i = _known_at(engines, w, k)
             outputs = _known_outputs(engines, w, i)
             prompt = requests[sequences[w, i].request].prompt_len
-            if fewest < 0 or outputs < fewest or (outputs == fewest and prompt >= longest):
-                victim, fewest, longest = np.int64(i), outputs, prompt
+            goes = victim < 0 or outputs < fewest or (outputs == fewest and prompt > longest)
+            if outputs == fewest and prompt == longest and not goes:
+                goes = sequences[w, i].ticket > sequences[w, victim].ticket
+            if goes:
+                victim, fewest, longest = i, outputs, prompt
         return victim
-    pool = engines.pools[engines.pool_of[w]]
     if not pool.preempt_by_key:
         for i in range(last):
             if sequences[w, i].ticket > sequences[w, victim].ticket:

@@ -121,7 +121,7 @@ def rules_of(
             least_share=_LEAST * first,
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
-            fills_up=not options.enable_mixed_chunk,
+            fills_up=True,
             forgets_outputs=True,
             caches_late=True,  # `cache_unfinished_req` comes with a step's output
             token_with_kv=True,
