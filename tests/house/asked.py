@@ -235,7 +235,8 @@ def _moe(table: Any) -> Any:
     made = fit_moe_latency(table.load())
     distinct = np.minimum(TOKENS[:3], made.n_experts)
     return {
-        "time_s": made.time_s(TOKENS[:3], distinct), "prefill_s": made.prefill_s(TOKENS),
+        "time_s": made.time_s(TOKENS[:3], distinct), "few": made.time_s(TOKENS[:3], 0.4),
+        "prefill_s": made.prefill_s(TOKENS),
         "grid": made.grid_s(9), "mixed": made.mixed_grid_s(9), "errors": made.fit_error,
     }  # fmt: skip
 
