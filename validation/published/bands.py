@@ -1,13 +1,14 @@
 """Error bands from published runs: the making of ``simulator/outcome/error_bands.json``.
 
 A residual is the logarithm of measured over predicted. Cells are nested (`Kind`): a cell has the
-10th and 90th percentile of its residuals, where each publisher weighs the square root of its rows,
-drawn towards those of the cell around it. Runs of one publisher do not show how publishers differ:
-with K publishers, (K - 1) / (K + 1) is the cell's own share (`by_publishers`). Then both ends of
-all bands move outwards (or inwards) by one distance, at which 80% of the rows of publishers that
-were left out lie within (conformalised quantiles as in Romano, Patterson and Candes, NeurIPS 2019,
-by groups as in Dunn, Wasserman and Ramdas, JASA 2023). The coverage that is stated is of a second
-round: of publishers that neither the cells nor the distance saw.
+10th and 90th percentile of its residuals, drawn towards those of the cell around it. New runs come
+from new publishers, so one with n rows weighs n / (n + `_PRIOR`), at most 1. Runs of one publisher
+do not show how publishers differ: with K publishers, (K - 1) / (K + 1) is the cell's own share
+(`by_publishers`). Then both ends of all bands move outwards (or inwards) by one distance, at which
+80% of the rows of publishers that were left out lie within (conformalised quantiles as in Romano,
+Patterson and Candes, NeurIPS 2019, by groups as in Dunn, Wasserman and Ramdas, JASA 2023). The
+coverage that is stated is of a second round: of publishers that neither the cells nor the distance
+saw.
 
 Few publishers have runs of more than 256 requests in flight: a cell of these reaches as far as its
 own residuals and the band of runs that are like it but for the load (`beyond`); n / (n + `_PRIOR`)
@@ -82,7 +83,7 @@ def cells_of(residuals: Iterable[Residual], share: _Share = by_publishers) -> di
         counts = defaultdict[str, int](int)
         for row in rows:
             counts[row.publisher] += 1
-        weights = [counts[row.publisher] ** -0.5 for row in rows]
+        weights = [1.0 / (counts[row.publisher] + _PRIOR) for row in rows]
         low, high = _quantiles([row.value for row in rows], weights)
         if path:
             around = cells[path[:-1]]
@@ -118,11 +119,11 @@ def _outside(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[floa
 
 def growth_of(residuals: Sequence[Residual], share: _Share) -> float:
     """Return by how much both ends of every band move outwards, so that `LEVEL` of the rows of
-    publishers that are left out lie within; each publisher weighs the square root of its rows."""
+    publishers that are left out lie within; publishers weigh as in cells."""
     distances, weights = list[float](), list[float]()
     for _, left, others in _left_out(residuals):
         distances += _outside(cells_of(others, share), left)
-        weights += [len(left) ** -0.5] * len(left)
+        weights += [1.0 / (len(left) + _PRIOR)] * len(left)
     if not distances:
         return 0.0
     order = np.argsort(distances)
@@ -145,7 +146,7 @@ class Coverage(NamedTuple):
     """How bands did on publishers that they had not seen."""
 
     rows: int
-    covered: float  #: share of the rows
+    covered: float  #: share of the rows, publishers weighing as in cells
     by_publisher: dict[str, tuple[int, float]]
     width: float  #: median of high / low
     one_width: float  #: the same of one band for all rows, of the same coverage rule
@@ -172,7 +173,7 @@ def beyond(few: Sequence[Residual], many: Sequence[Residual]) -> dict[_Cell, Cel
 def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) -> Coverage:
     """Leave out one publisher at a time, make the bands of the others, and count its rows.
     ``few``: of at most 256 requests in flight, where ``judged`` has more."""
-    inside, widths, flat = list[bool](), list[float](), list[float]()
+    widths, flat = list[float](), list[float]()
     by_publisher: dict[str, tuple[int, float]] = {}
     for name, left, others in _left_out(judged):
         if few is None:
@@ -188,11 +189,12 @@ def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) 
             widths.append(cell.high - cell.low)
             flat.append(whole.high - whole.low)
         by_publisher[name] = len(own), sum(own) / len(own)
-        inside += own
-    if not inside:
+    if not widths:
         return Coverage(0, math.nan, {}, math.nan, math.nan)
     medians = (math.exp(float(np.median(each))) for each in (widths, flat))
-    return Coverage(len(inside), sum(inside) / len(inside), by_publisher, *medians)
+    rows, shares = np.array([*by_publisher.values()]).T
+    covered = float(np.average(shares, weights=rows / (rows + _PRIOR)))
+    return Coverage(len(widths), covered, by_publisher, *medians)
 
 
 _ALL = Kind(*[""] * len(Kind._fields))
@@ -234,13 +236,13 @@ def pairs_of(
 
 
 def relative(pairs: Sequence[Pair]) -> dict[str, float] | None:
-    """Return the factor within which 80% of pairs lie, each publisher weighing the square root of
-    its pairs; None without pairs."""
+    """Return the factor within which 80% of pairs lie; None without pairs. Publishers weigh as in
+    cells."""
     if not pairs:
         return None
     counts = Counter(pair.publisher for pair in pairs)
     order = np.argsort([pair.value for pair in pairs])
-    weights = np.array([counts[pair.publisher] ** -0.5 for pair in pairs])[order]
+    weights = np.array([1.0 / (counts[pair.publisher] + _PRIOR) for pair in pairs])[order]
     at = int(np.searchsorted(np.cumsum(weights), LEVEL * weights.sum()))
     value = pairs[int(order[min(at, len(pairs) - 1)])].value
     return {"factor": round(math.exp(value), 3), "pairs": len(pairs), "publishers": len(counts)}
