@@ -16,6 +16,7 @@ from eldr_sim.simulator.run import simulate
 CONFIG = RunConfig(
     trace="reference-moe", topology="3C", policy="jsq", load="ladder:20,90,20@6", input_len=1000,
     output_len=16, goodput={"ttft": 300}, start_up="1", max_num_seqs=16,
+    max_cudagraph_capture_size=8192,
 )  # fmt: skip
 
 

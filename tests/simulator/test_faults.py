@@ -111,7 +111,7 @@ SENT_AGAIN_EARLY = {
     "grid": 0, "n_ranks": 1, "own_experts": False, "async_scheduling": False,
     "slow_transfers": False, "signal_intervals": 0, "preempt_by_key": False, "n_queue_keys": 1,
     "aging": None, "windows": None, "front_end": None, "drafts": 0, "threshold": None,
-    "early": True,
+    "early": True, "sglang": None,
 }  # fmt: skip
 
 

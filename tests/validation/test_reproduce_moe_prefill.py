@@ -69,7 +69,9 @@ def test_a_step_of_the_engine_takes_what_the_closed_form_says(tmp_path, strategy
                 "prefill_policy": "round_robin",
                 "frontend": "none",
             }
+            # Which does not wait for the host's launches.
             | {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
+            | {"max_cudagraph_capture_size": 4096}
             | strategy.fields(4)
             | fields
         )
