@@ -144,6 +144,7 @@ def _policies() -> Asked:
                 yield f"{decision} {name}, prefixes", _run, fields | late
             if decision == "replica":
                 moving = {"eplb_interval": 3, "expert_placement": "eplb", "output_len": 9}
+                moving |= {"eplb_overhead_ms": 3.0}
                 yield f"{decision} {name}, moving", _run, fields | moving
             if decision == "decode":
                 for kind in ("co-located", "groups"):

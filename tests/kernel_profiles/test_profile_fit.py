@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.kernels.moe_latency import MoEGrid, fit_moe_latency
+from eldr_sim.kernel_profiles.kernels.moe_latency import MoEGrid, fit_grid, fit_moe_latency
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.profile import table_fit as fit
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out, moe_levels
@@ -100,6 +100,13 @@ def test_a_run_follows_the_grid_through_every_even_point():
     assert not grid[0].any()
     assert not grid[:, 0].any()
     assert (grid[1:, 1:] > 0).all()
+
+
+def test_a_grid_of_one_batch_has_its_times_at_all():
+    at, seconds = np.array([4.0, 32.0, 96.0]), np.array([1e-5, 3e-5, 6e-5])
+    model = fit_grid(np.full(3, 8.0), at, seconds, 128, 8)
+    for batch in (8, 300):
+        np.testing.assert_allclose(model.time_s(batch, at), seconds, rtol=1e-12)
 
 
 def test_a_grid_serves_a_rank_of_several():

@@ -275,6 +275,18 @@ def test_what_is_none_is_one_line(tmp_path, text, said):
     assert "\n" not in str(caught.value)
 
 
+@on_each(
+    "image, engine",
+    [
+        ("vllm/vllm-openai:v0.14", "vllm"), ("lmsysorg/sglang:v0.5.9", "sglang"),
+        ("nvcr.io/nvidia/tensorrt-llm/release:1.2", "trtllm"), ("me/trtllm:1", "trtllm"),
+    ],
+)  # fmt: skip
+def test_an_image_names_the_engine_of_options_alone(image, engine, tmp_path):
+    service = f"{{image: '{image}', command: '--model Qwen/Qwen3-30B-A3B'}}"
+    assert read(tmp_path, f"services: {{a: {service}}}").values["engine"] == engine
+
+
 def test_the_command_says_what_it_has_read(tmp_path, run_cli):
     path = tmp_path / "compose.yaml"
     path.write_text(COMPOSE)
