@@ -15,7 +15,7 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
     spec, workload = inputs.spec, inputs.workload
     engines = [pool.engine for pool in spec.pools]
     drafts = [engine.speculation.config for engine in engines if engine.speculation is not None]
-    follows = {pool.name: pool.name in chosen and chosen[pool.name].follows for pool in spec.pools}
+    follows = {pool.name: getattr(chosen.get(pool.name), "follows", "") for pool in spec.pools}
     handed_to = {pool.then for pool in spec.pools}
     others = [pool.engine for pool in spec.pools
               if not (follows[pool.name] or pool.engine.rules.fills_up)]  # fmt: skip
@@ -30,7 +30,7 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
     refused = {
         "engine": any(getattr(engine.rules, name) != getattr(plain, name)
                       for engine in others for name in ruled)
-        or any(follows[p.name] not in (False, "", p.engine.engine) for p in spec.pools),
+        or any(follows[p.name] not in ("", p.engine.engine) for p in spec.pools),
         "topology": len(spec.routers) > 2
         or any(pool.then != HERE or pool.router in handed_to for pool in fills_up),
         "workload": workload.parent is not None or workload.n_warming > 0,

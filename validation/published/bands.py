@@ -65,6 +65,11 @@ def by_publishers(counts: Mapping[str, int]) -> float:
     return (len(counts) - 1) / (len(counts) + 1)
 
 
+def _row_weight(n_rows: int) -> float:
+    """Return the weight of each row of a publisher."""
+    return 1.0 / (n_rows + _PRIOR)
+
+
 def by_rows(counts: Mapping[str, int]) -> float:
     """Return the weight of a cell by its number of rows."""
     n = sum(min(count, _MOST) for count in counts.values())
@@ -83,7 +88,7 @@ def cells_of(residuals: Iterable[Residual], share: _Share = by_publishers) -> di
         counts = defaultdict[str, int](int)
         for row in rows:
             counts[row.publisher] += 1
-        weights = [1.0 / (counts[row.publisher] + _PRIOR) for row in rows]
+        weights = [_row_weight(counts[row.publisher]) for row in rows]
         low, high = _quantiles([row.value for row in rows], weights)
         if path:
             around = cells[path[:-1]]
@@ -123,7 +128,7 @@ def growth_of(residuals: Sequence[Residual], share: _Share) -> float:
     distances, weights = list[float](), list[float]()
     for _, left, others in _left_out(residuals):
         distances += _outside(cells_of(others, share), left)
-        weights += [1.0 / (len(left) + _PRIOR)] * len(left)
+        weights += [_row_weight(len(left))] * len(left)
     if not distances:
         return 0.0
     order = np.argsort(distances)
@@ -192,8 +197,8 @@ def coverage(judged: Sequence[Residual], few: Sequence[Residual] | None = None) 
     if not widths:
         return Coverage(0, math.nan, {}, math.nan, math.nan)
     medians = (math.exp(float(np.median(each))) for each in (widths, flat))
-    rows, shares = np.array([*by_publisher.values()]).T
-    covered = float(np.average(shares, weights=rows / (rows + _PRIOR)))
+    weights = [n * _row_weight(n) for n, _ in by_publisher.values()]
+    covered = float(np.average([share for _, share in by_publisher.values()], weights=weights))
     return Coverage(len(widths), covered, by_publisher, *medians)
 
 
@@ -242,7 +247,7 @@ def relative(pairs: Sequence[Pair]) -> dict[str, float] | None:
         return None
     counts = Counter(pair.publisher for pair in pairs)
     order = np.argsort([pair.value for pair in pairs])
-    weights = np.array([1.0 / (counts[pair.publisher] + _PRIOR) for pair in pairs])[order]
+    weights = np.array([_row_weight(counts[pair.publisher]) for pair in pairs])[order]
     at = int(np.searchsorted(np.cumsum(weights), LEVEL * weights.sum()))
     value = pairs[int(order[min(at, len(pairs) - 1)])].value
     return {"factor": round(math.exp(value), 3), "pairs": len(pairs), "publishers": len(counts)}

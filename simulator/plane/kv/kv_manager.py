@@ -390,6 +390,18 @@ def _lacks_share(engines: Engines, w: int, request: int, blocks: int) -> Any:
 
 
 @compiled()
+def plans_prompts(worker: Any) -> Any:
+    """Whether the next step computes prompts."""
+    return bool(worker.joined > 0 or worker.chunk_tokens > 0)
+
+
+@compiled()
+def n_held(worker: Any) -> Any:
+    """Return the places of SGLang's running batch, those of prompts in the next step left out."""
+    return worker.batch - worker.joined + worker.ended_places + worker.unfiltered
+
+
+@compiled()
 def promised(engines: Engines, w: int) -> Any:
     """Return the tokens that running sequences' outputs are expected to take (SGLang's
     `PrefillAdder`): a share of what is to come, as far as outputs are known, and whole outputs of
@@ -397,8 +409,7 @@ def promised(engines: Engines, w: int) -> Any:
     worker, late = engines.workers[w], engines.pools[engines.pool_of[w]].frees_late
     tokens = worker.share * float(worker.ended_places)
     if engines.pools[engines.pool_of[w]].mixed_steps:
-        held = worker.batch - worker.joined + worker.ended_places + worker.unfiltered
-        tokens += float(held)
+        tokens += float(n_held(worker))
     for i in range(worker.batch):
         sequence = engines.sequences[w, i]
         if i >= worker.batch - worker.joined:

@@ -8,6 +8,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, take_blank
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
+    n_held,
     only_prompts,
     publish_tokens,
     side_of,
@@ -25,7 +26,7 @@ def budget_left(engines: Engines, w: int) -> Any:
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     tokens = worker.tokens if pool.mixed_steps else worker.joined
     if pool.mixed_steps and pool.fills_up:  # all that has a place in SGLang's batch
-        tokens = worker.batch + worker.ended_places + worker.unfiltered
+        tokens = worker.joined + n_held(worker)
     return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
 
 

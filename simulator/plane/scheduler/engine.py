@@ -301,9 +301,8 @@ def _close_batch(
     (`update_running_batch`). Prompts beside no running sequences are a new batch, and with mixed
     chunks prompts and all that runs are."""
     worker, mixed = engines.workers[w], engines.pools[engines.pool_of[w]].mixed_steps
-    if worker.joined > 0 or worker.chunk_tokens > 0:
-        held = worker.batch - worker.joined + worker.ended_places + worker.unfiltered
-        worker.full = worker.full and held > 0 and not mixed
+    if kv_manager.plans_prompts(worker):
+        worker.full = worker.full and kv_manager.n_held(worker) > 0 and not mixed
         worker.blocked = True  # others may leave in the step after it
         if mixed:  # all that runs is in the batch with them
             _let_ride(worker)
@@ -346,8 +345,7 @@ def _looks(worker: Any, pool: Any) -> Any:
     (`SchedulerRecvSkipper`)."""
     polled = worker.polled
     if pool.async_scheduling:
-        prompts = worker.chunk_tokens > 0 or worker.joined > 0
-        polled = np.int64(0) if prompts else polled + 1
+        polled = np.int64(0) if kv_manager.plans_prompts(worker) else polled + 1
     return bool(polled % pool.poll_steps == 0)
 
 
@@ -444,8 +442,8 @@ def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             kv_manager.publish_tokens(engines, w, before, context)
         release(engines.kv, engines.tables, engines.workers, w, side, before)
         before = behind
-    pool, prompts = engines.pools[engines.pool_of[w]], worker.joined > 0 or worker.chunk_tokens > 0
-    if pool.fills_up and not (pool.mixed_steps and prompts):
+    pool = engines.pools[engines.pool_of[w]]
+    if pool.fills_up and not (pool.mixed_steps and kv_manager.plans_prompts(worker)):
         worker.unfiltered += worker.ended_places
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
 

@@ -12,6 +12,7 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     fits,
     keep_tokens,
     only_prompts,
+    plans_prompts,
     publish_tokens,
     release_context,
     side_of,
@@ -106,9 +107,8 @@ def retract(clock: Any, engines: Engines, w: int, log: Any, gaps: Any) -> Any:
     """Take back the sequences with the fewest outputs while KV blocks lack (SGLang's
     `retract_decode`); what the step under way computes for them, perhaps the last token, is lost.
     Returns whether any was."""
-    worker, beside = engines.workers[w], np.int64(0)
-    if engines.workers[w].joined > 0 or engines.workers[w].chunk_tokens > 0:
-        beside += 1  # a prompt is computed, and none has to stay
+    worker = engines.workers[w]
+    beside = plans_prompts(worker)  # then none has to stay
     while _n_known(worker) + beside > 1 and lacks_blocks(engines, w, False):
         victim = _victim(engines, w)
         request = engines.sequences[w, victim].request

@@ -193,8 +193,8 @@ def captured_steps(
     if most is None:
         wide = gpu.name.startswith(("B", "GB")) and not before(version, 0, 25)
         most = min(2 * decode_tokens, 1024 if wide else 512)
-    rules = {"graph_tokens": most, "prompt_graph_tokens": most}
-    return rules | ({"prompt_graph_tokens": 0} if options.piecewise_cuda_graph is False else {})
+    prompts = 0 if options.piecewise_cuda_graph is False else most
+    return {"graph_tokens": most, "prompt_graph_tokens": prompts}
 
 
 def default_budget(
