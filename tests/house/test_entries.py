@@ -75,10 +75,11 @@ def test_kept_code_needs_no_numba_and_other_code_is_compiled(tmp_path):
     assert run("f8", factor=3) == ["9.0", "False"]
 
 
-def test_a_run_imports_no_compiler_where_its_code_is_kept():
+@pytest.mark.parametrize("given", ["", "trace='reference-moe', "])
+def test_a_run_imports_no_compiler_where_its_code_is_kept(given):
     code = (
         "import sys, eldr_sim as es\n"
-        "es.run(trace='reference-moe', topology='1P1D', num_requests=20)\n"
+        f"es.run({given}topology='1P1D', num_requests=20)\n"
         "print('numba' in sys.modules)"
     )
     command = [sys.executable, "-c", code]

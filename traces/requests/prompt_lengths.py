@@ -3,8 +3,10 @@ names data sets alone: each has a median and a spread here, measured or from a p
 `CHARACTERS` a token where that counts characters, without chat template. Lengths are lognormal."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -85,8 +87,8 @@ def pick(field: str, known: Mapping[str, tuple[DataSet, ...]], domain: str, at: 
     sets = known.get(domain)
     if sets is None:
         raise InputError(field, f"no data set of domain {domain!r}", ", ".join(known))
-    until = np.cumsum([one.prompts for one in sets])
-    return sets[int(np.searchsorted(until, at * until[-1], side="right"))]
+    until = list(accumulate(one.prompts for one in sets))
+    return sets[bisect_right(until, at * until[-1])]
 
 
 FEWEST, MOST = 4, 1024  #: tokens of prompts that ELDR's authors served; others are left out

@@ -3,14 +3,12 @@
 Bit ``e % 64`` of word ``e // 64`` is set if expert ``e`` was chosen, so the distinct experts
 of a batch in a layer are the population count of the OR of its tokens' words."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,8 @@ from numpy.typing import NDArray
 from eldr_sim import cache
 from eldr_sim.arrays import Array, Words
 from eldr_sim.errors import InputError
-from eldr_sim.jit import lowest, njit
+from eldr_sim.jit import Entry, lowest, njit
+from eldr_sim.references import Reference
 
 _CHUNK_ROWS = 1 << 13
 FORMAT_VERSION = 1  #: version of the files in the cache
@@ -48,9 +47,9 @@ def check_ids(experts: Array, n_experts: int, where: str) -> None:
 
 
 def _pack_chunk(experts: Array, start: int, n_experts: int, bits: Words, where: str) -> None:
-    # A copy: numba would compile another variant for read-only arrays such as maps.
+    # A copy: other code would be compiled for read-only arrays such as maps.
     chunk = np.array(experts[start : start + _CHUNK_ROWS])
-    bad = _pack(chunk, n_experts, bits)
+    bad = _pack(Reference(_Chunk(chunk, bits)), n_experts)
     if bad < 0:
         return
     row, layer = divmod(int(bad), chunk.shape[1])
@@ -62,19 +61,25 @@ def _pack_chunk(experts: Array, start: int, n_experts: int, bits: Words, where: 
     raise InputError(where, f"expert {twice} twice {place}", "distinct experts")
 
 
-@njit()
-def _pack(ids: Any, n_experts: int, bits: Any) -> Any:
-    """Set the bits of ``ids``; return the first ``row * layers + layer`` that is bad, else -1."""
+class _Chunk(NamedTuple):
+    ids: Any  #: ``[tokens, layers, top_k]``
+    bits: Any  #: uint64 ``[tokens, layers, words]``
+
+
+@Entry
+def _pack(chunk: Any, n_experts: int) -> int:
+    """Set the bits of the ids; return the first ``row * layers + layer`` that is bad, else -1."""
+    ids, bits = chunk.ids, chunk.bits
     tokens, layers, top_k = ids.shape
     for t in range(tokens):
         for layer in range(layers):
             for slot in range(top_k):
                 expert = np.int64(ids[t, layer, slot])
                 if expert < 0 or expert >= n_experts:
-                    return t * layers + layer
+                    return int(t * layers + layer)
                 bit = np.uint64(1) << np.uint64(expert & 63)
                 if bits[t, layer, expert >> 6] & bit:
-                    return t * layers + layer
+                    return int(t * layers + layer)
                 bits[t, layer, expert >> 6] |= bit
     return -1
 
