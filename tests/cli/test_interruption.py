@@ -142,7 +142,7 @@ def test_a_real_sigterm_after_the_first_row(place):
 
 
 #: A command whose processes are started, and that receives SIGTERM in the hooks of the first fork,
-#: or from a process that then computes for a minute.
+#: or from a process that then computes for long.
 SIGNALLED = """
 import os, signal, sys, time
 from eldr_sim.cli.main import main
@@ -155,7 +155,7 @@ def once():
 
 def work(*_):
     os.kill(parent, signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(600)
 
 runner._Pace.is_long = lambda *_: True
 if sys.argv.pop(1) == "forking":
@@ -193,7 +193,7 @@ def test_sigterm_ends_all_processes_of_a_command(place, run_cli, command, moment
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=200)
         assert process.returncode == 143, said
         assert alive(process.pid) == []
     finally:

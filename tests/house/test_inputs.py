@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 
 import click
@@ -24,6 +23,7 @@ from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.traces.routing.manifest import load_ids
 
 from ..on_each import on_each
+from ..waiting import wait_until
 
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.
@@ -165,6 +165,23 @@ def test_what_ends_a_command_is_one_line(raised, code, said, capsys, monkeypatch
 
 
 ELDR_SIM = (sys.executable, "-c", "from eldr_sim.cli.main import main; main()")
+#: The same, where the command gets a signal in a policy, which compiled code has called.
+SIGNALLED = """
+import os, sys
+from eldr_sim.policies.routing.decode import PowerOfTwoChoicesPolicy
+
+number = int(sys.argv.pop(1))
+
+def select(self, *given, select=PowerOfTwoChoicesPolicy.select):
+    self.asked = getattr(self, "asked", 0) + 1
+    if self.asked == 100:
+        os.kill(os.getpid(), number)
+    return select(self, *given)
+
+PowerOfTwoChoicesPolicy.select = select
+from eldr_sim.cli.main import main
+main()
+"""
 
 
 @pytest.mark.parametrize(
@@ -192,22 +209,22 @@ def test_where_nothing_can_be_printed(shell, code):
 def test_a_signal_leaves_nothing(tmp_path, command, number, code):
     """Not a file, and no process of the group."""
     argv = {
-        # A policy that is asked in Python: compiled code calls back.
-        "run": ["run", "--trace", "reference-moe", "--duration", "3000", "--topology", "1P2D",
-                "--policy", "p2c"],
-        "reproduce": ["reproduce", "eldr"],
+        "run": [sys.executable, "-c", SIGNALLED, str(int(number)), "run", "--trace",
+                "reference-moe", "--duration", "300", "--topology", "1P2D", "--policy", "p2c"],
+        "reproduce": [*ELDR_SIM, "reproduce", "eldr"],
     }[command]  # fmt: skip
     process = subprocess.Popen(
-        [*ELDR_SIM, *argv, "--out", str(tmp_path / "out")],
+        [*argv, "--out", str(tmp_path / "out")],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
     )
-    time.sleep(4)
-    process.send_signal(number)
     try:
-        _, said = process.communicate(timeout=30)
+        if command == "reproduce":
+            assert "figure_2" in process.stderr.readline()
+            process.send_signal(number)  # in the next figure, which takes several seconds
+        _, said = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -215,14 +232,19 @@ def test_a_signal_leaves_nothing(tmp_path, command, number, code):
     assert "nothing was written" in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
-    for _ in range(50):
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    pytest.fail("processes go on")
+    try:
+        wait_until(lambda: is_alive(process.pid), False)
+    except AssertionError:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_arrays_may_take_half_of_what_the_process_may_use(tmp_path, monkeypatch):

@@ -120,8 +120,10 @@ def test_a_terminal_hears_within_a_second_that_there_is_work():
         "sys.stderr.isatty = lambda: {}\n"
         "class Slow:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'eldr_sim.cli.main': time.sleep(1.5); sys.exit(0)\n"
-        "sys.meta_path.insert(0, Slow()); start.main()"
+        "        if name != 'eldr_sim.cli.main': return\n"
+        "        start._working.join() if start._working else time.sleep(1.5)\n"
+        "        sys.exit(0)\n"
+        "sys.meta_path.insert(0, Slow()); assert start._SILENT_S <= 1.0; start.main()"
     )
     begun = [
         subprocess.Popen([sys.executable, "-c", code.format(terminal)], stderr=subprocess.PIPE)

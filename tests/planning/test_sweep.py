@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from io import StringIO
 
 import numpy as np
@@ -26,6 +25,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..paths import GOLDEN
+from ..waiting import wait_until
 
 #: A policy that cannot be built where there is no such file.
 FAILS = "eldr:artifact=no_such"
@@ -359,7 +359,7 @@ def test_progress_counts_runs_and_time_left(monkeypatch, updates, shown, time_le
         for at, progress in updates:
             clock[0] = at
             update(progress)
-            time.sleep(0.3)  # the bar is drawn ten times a second
+            wait_until(lambda done=progress.done: f"{done}/" in terminal.getvalue())
     assert all(text in terminal.getvalue() for text in shown)
     assert re.search(time_left, terminal.getvalue())
 

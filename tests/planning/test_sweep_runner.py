@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,8 @@ from eldr_sim.simulator.run import prepare_run, simulate
 from eldr_sim.simulator.setup import replay as shared_replay
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.replay import replay_of, share, use
+
+from ..waiting import LIMIT_S, wait_until
 
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
 
@@ -139,13 +140,10 @@ def test_workers_end_with_their_parent(how):
     try:
         for _ in range(4):  # the first runs are made in the parent, then the workers are at work
             process.stdout.readline()
-        assert len(members(process.pid)) >= 3
+        wait_until(lambda: len(members(process.pid)) >= 3)
         process.send_signal(how)  # the parent alone
-        process.wait(10)
-        deadline = time.monotonic() + 10
-        while members(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert members(process.pid) == []
+        process.wait(LIMIT_S)
+        wait_until(lambda: members(process.pid), [])
     finally:
         process.stdout.close()
         if members(process.pid):

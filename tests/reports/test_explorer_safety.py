@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from contextlib import suppress
 
 import aiohttp
@@ -16,13 +15,14 @@ from multidict import CIMultiDict
 
 from eldr_sim.errors import InputError
 from eldr_sim.guard import Guard
-from eldr_sim.reports.explorer import points
+from eldr_sim.reports.explorer import points, server
 from eldr_sim.reports.explorer.points import FIELDS, config_of, run_point
 from eldr_sim.reports.explorer.processes import PointLimits
 from eldr_sim.reports.explorer.server import Explorer, _state_of
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..on_each import on_each
+from ..waiting import until
 
 BASE = make_config(
     {
@@ -191,24 +191,19 @@ def test_odd_hosts_and_origins_are_refused(host, origin):
     assert "\n" not in found[1]
 
 
-async def ask(session, url, leaves_after_s=None, **state):
-    """Return the kinds and lines of a state's point; leave after a while."""
-    body = {"parts": "point"} | state
-    try:
-        timeout = aiohttp.ClientTimeout(total=leaves_after_s or 60)
-        async with session.post(f"{url}/points", json=body, timeout=timeout) as answer:
-            if answer.status != 200:
-                return answer.status
-            return [json.loads(line) for line in (await answer.text()).splitlines()]
-    except TimeoutError:
-        return "left"
+async def ask(session, url, **state):
+    """Return the lines of a state's point, or the status."""
+    async with session.post(f"{url}/points", json={"parts": "point"} | state) as answer:
+        if answer.status != 200:
+            return answer.status
+        return [json.loads(line) for line in (await answer.text()).splitlines()]
 
 
-def exploring(scene, limits=None, jobs=1):
+def exploring(scene):
     """Run ``scene(session, url, explorer)`` with a warm explorer."""
 
     async def run():
-        explorer = Explorer(BASE, jobs=jobs, limits=limits)
+        explorer = Explorer(BASE, jobs=1)
         runner = web.AppRunner(explorer.app(), handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -223,44 +218,45 @@ def exploring(scene, limits=None, jobs=1):
     return asyncio.run(run())
 
 
-#: A point that takes long, of a run that is allowed to.
-LONG = {"more": "duration=900 output_len=400"}
-
-
 def test_a_dead_process_is_replaced():
     async def scene(session, url, explorer):
-        while not explorer._processes._idle:  # it draws the first pictures
-            await asyncio.sleep(0.05)
+        await until(lambda: len(explorer._processes._idle), 1)  # it draws the first pictures
         first = explorer._processes._idle[0].process
-        long = asyncio.ensure_future(ask(session, url, **LONG))
-        while not explorer._processes._busy:
-            await asyncio.sleep(0.01)
+        os.kill(first.pid, signal.SIGSTOP)  # it computes for as long as it lives
+        long = asyncio.ensure_future(ask(session, url, request_rate="20.5"))
+        await until(lambda: len(explorer._processes._busy), 1)
         os.kill(first.pid, signal.SIGKILL)
         lines = await long
         assert "its process ended (exit code -9" in lines[-1]["error"]
         again = await ask(session, url, request_rate="21")
         assert again[-1]["kind"] == "end"
-        os.kill(explorer._processes._idle[0].process.pid, signal.SIGKILL)  # while it rests
-        await asyncio.sleep(0.2)
+        second = explorer._processes._idle[0].process
+        second.kill()  # while it rests
+        await until(second.is_alive, False)
         assert (await ask(session, url, request_rate="22"))[-1]["kind"] == "end"
 
     exploring(scene)
 
 
-def test_a_point_ends_at_its_time_limit_and_when_its_client_leaves():
+def test_a_point_ends_at_its_time_limit_and_soon_after_its_client_leaves(monkeypatch):
     async def scene(session, url, explorer):
-        lines = await ask(session, url, **LONG)
-        assert "takes more than 0.3 s (--point-timeout)" in lines[-1]["error"]
-        worker = explorer._processes._idle[0].process
-        assert await ask(session, url, leaves_after_s=0.3, more=LONG["more"] + " seed=3") == "left"
-        begun = time.monotonic()
-        while worker.is_alive() and time.monotonic() < begun + 20:
-            await asyncio.sleep(0.05)
-        assert not worker.is_alive()
+        await until(lambda: len(explorer._processes._idle), 1)
+        for limit_s in (0.3, 600.0):
+            explorer._processes._limits = PointLimits(timeout_s=limit_s)
+            worker = explorer._processes._idle[0].process
+            os.kill(worker.pid, signal.SIGSTOP)  # its point takes for ever
+            point = asyncio.ensure_future(ask(session, url, request_rate="21"))
+            if limit_s < 1:
+                lines = await point
+                assert "takes more than 0.3 s (--point-timeout)" in lines[-1]["error"]
+            else:
+                await until(lambda: len(explorer._processes._busy), 1)
+                point.cancel()
+            await until(worker.is_alive, False)
         assert not explorer._running
 
-    # A point that its client has left ends after 2 s, or at its limit.
-    exploring(scene, PointLimits(timeout_s=0.3))
+    monkeypatch.setattr(server, "_LEFT_S", 0.1)
+    exploring(scene)
 
 
 def test_memory_is_limited():
@@ -301,10 +297,7 @@ def test_hostile_bodies(capfd):
             sent.append(json.dumps({name: odd}).encode())
         for body in sent:
             headers = {"Content-Type": "application/json"}
-            timeout = aiohttp.ClientTimeout(total=60)
-            async with session.post(
-                f"{url}/points", data=body, headers=headers, timeout=timeout
-            ) as answer:
+            async with session.post(f"{url}/points", data=body, headers=headers) as answer:
                 statuses.add(answer.status)
                 await answer.read()
         assert statuses <= {200, 400, 413}

@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import json
-from contextlib import suppress
 
 import aiohttp
 import msgspec
@@ -23,7 +22,7 @@ from eldr_sim.serving.simulated.kv_events import Publisher, parse_kv_events
 from eldr_sim.serving.simulated.server import Service, by_header
 from eldr_sim.validation.live.engines.servers import free_port
 
-from .router_scene import until
+from ..waiting import until
 from .test_simulated import CHAT, CONFIG, SPEED, TEXT, against, events, served
 
 RESPONSES = "/v1/responses"
@@ -281,8 +280,11 @@ def test_a_listener_knows_what_the_cache_holds(as_lists):
     prefixes = CachedPrefixes(1)
 
     async def talk(session, _url):
-        watch = asyncio.create_task(EventWatch(prefixes, 0, config.endpoint).listen())
-        await asyncio.sleep(0.3)
+        watch, (publisher,) = EventWatch(prefixes, 0, config.endpoint), service.publishers
+        listening = asyncio.create_task(watch.listen())
+        while watch._expected < 0:  # until it has subscribed
+            body = {"prompt": [publisher._number + 100] * 64, "max_tokens": 1}
+            await (await session.post(TEXT, json=body)).json()
         agreed = []
         for number in range(30):  # 200 blocks hold the last ones of these
             prompt = [7 + number % 3] * 64 + [number] * (64 + 16 * number)
@@ -291,14 +293,18 @@ def test_a_listener_knows_what_the_cache_holds(as_lists):
             answer = await (await session.post(TEXT, json=body)).json()
             found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             agreed.append((matched[0], found))
-            await asyncio.sleep(0.05)
-        watch.cancel()
+            await until(lambda: watch._expected == publisher._number)
+        listening.cancel()
         return agreed
 
     agreed = against(service, talk)
     assert all(matched == found for matched, found in agreed), agreed
     assert sum(found > 0 for _, found in agreed) > 20
     assert prefixes.blocks_of(0) <= 200
+
+
+def number_of(parts):
+    return int.from_bytes(parts[1], "big")
 
 
 def test_batches_are_replayed():
@@ -310,27 +316,30 @@ def test_batches_are_replayed():
             live, again = context.socket(zmq.SUB), context.socket(zmq.REQ)
             live.subscribe(b"kv@")
             live.connect(config.endpoint)
-            await asyncio.sleep(0.3)
-            for number in range(3):
+            (publisher,), number, heard = service.publishers, 0, []
+            while not await live.poll(10):  # until it has subscribed
+                number += 1
                 body = {"prompt": [number] * 40, "max_tokens": 1}
                 await (await session.post(TEXT, json=body)).json()
-            heard = []
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    while True:
-                        heard.append(await live.recv_multipart())
+            for number in range(-3, 0):
+                body = {"prompt": [-number] * 50, "max_tokens": 1}
+                await (await session.post(TEXT, json=body)).json()
+            while not heard or number_of(heard[-1]) + 1 < publisher._number:
+                heard.append(await live.recv_multipart())
             dealer = context.socket(zmq.DEALER)
             dealer.connect(config.replay_endpoint)
-            await dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+            await dealer.send_multipart([b"", heard[1][1]])
             replayed = []
             while not replayed or replayed[-1][1] != (-1).to_bytes(8, "big", signed=True):
-                replayed.append(await asyncio.wait_for(dealer.recv_multipart(), 5))
+                replayed.append(await asyncio.wait_for(dealer.recv_multipart(), 50))
             for socket in (live, again, dealer):
                 socket.close(0)
         return heard, replayed
 
     heard, replayed = against(service, talk)
-    assert [int.from_bytes(parts[1], "big") for parts in heard] == list(range(len(heard)))
+    first = number_of(heard[0])
+    assert [number_of(parts) for parts in heard] == list(range(first, first + len(heard)))
+    assert len(heard) >= 3
     assert [parts[1:] for parts in replayed[:-1]] == [parts[1:] for parts in heard[1:]]
     event = msgspec.msgpack.decode(heard[0][2])["events"][0]
     assert (event["type"], event["block_size"], event["parent_block_hash"]) == (

@@ -24,7 +24,7 @@ from eldr_sim.validation.live.engines.servers import free_port
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
 
-from .router_scene import until  # noqa: E402
+from ..waiting import until  # noqa: E402
 from .test_simulated import in_background  # noqa: E402
 
 pytestmark = pytest.mark.live

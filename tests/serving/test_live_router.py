@@ -23,7 +23,8 @@ from eldr_sim.validation.live.engines.servers import EngineOptions, EngineProces
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("needs vLLM and NIXL, see docs/live.md", allow_module_level=True)
 
-from .router_scene import running, until
+from ..waiting import until
+from .router_scene import running
 
 pytestmark = pytest.mark.live
 

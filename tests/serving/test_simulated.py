@@ -24,6 +24,7 @@ from eldr_sim.validation.live.engines.client import send_load
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
 
 from ..on_each import on_each
+from ..waiting import until
 
 CONFIG = RunConfig(
     trace="reference-moe", topology="1P2D", policy="jsq", num_requests=64, warmup=0, output_len=40,
@@ -242,12 +243,12 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
                 assert len(await events(answer)) > 0
 
         await asyncio.gather(*(one(n) for n in range(30)))
-        await asyncio.sleep(0.2)  # who gives up leaves at the end of a step
+        await until(lambda: len(service.core.open), 0)  # who gives up leaves at a step's end
 
     against(service, talk)
     result = replay(tmp_path / "log.jsonl")
     again, was = result.record.requests, service.core.cluster.requests[: len(streams)]
-    assert len(again) == len(streams) >= 26  # a client may give up before it is heard
+    assert len(again) == len(streams) >= 25  # a client may give up before it is heard
     names = ("arrival_s", "prompt_len", "output_len", "cached_tokens", "first_token_s", "finish_s")
     assert was["cached_tokens"].max() > 100  # all prompts begin alike
     done = was["outcome"] == 1
@@ -281,10 +282,8 @@ def test_clients_that_leave_free_their_places():
         running = sum(n for n, _, _ in service.core.cluster.engines())
         for answer in answers:
             answer.close()
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if not service.core.open and not any(n for n, _, _ in service.core.cluster.engines()):
-                break
+        await until(lambda: len(service.core.open), 0)
+        await until(lambda: any(n for n, _, _ in service.core.cluster.engines()), False)
         return running
 
     assert against(service, talk) == 20
@@ -298,26 +297,28 @@ def test_a_full_queue_is_429_and_a_cold_start_503():
     service = Service(one, speed=1.0, max_queue=2)
 
     async def talk(session, _url):
-        body = {"prompt": [1] * 100, "max_tokens": 200, "ignore_eos": True}
+        body = {"prompt": [1] * 100, "max_tokens": 5000, "ignore_eos": True}
 
         async def ask():
-            async with session.post(TEXT, json=body, timeout=aiohttp.ClientTimeout(0.5)) as answer:
+            async with session.post(TEXT, json=body) as answer:
                 return answer.status, answer.headers.get("Retry-After")
 
         asked = []
-        for _ in range(5):
+        for places in ((1, 0), (1, 1), (1, 2)):  # running and waiting
             asked.append(asyncio.create_task(ask()))
-            await asyncio.sleep(0.05)
-        return await asyncio.gather(*asked, return_exceptions=True)
+            await until(lambda: service.core.cluster.engines()[0][:2], places)
+        refused = [await ask() for _ in range(2)]
+        for task in asked:
+            task.cancel()
+        return refused
 
-    found = against(service, talk)
-    assert found.count((429, "1")) == 2
-    cold = Service(CONFIG, speed=SPEED, ready_after_s=0.2)
+    assert against(service, talk) == [(429, "1")] * 2
+    cold = Service(CONFIG, speed=SPEED, ready_after_s=3600.0)
 
     async def wait(session, _url):
         before = (await session.get("/health")).status
         refused = (await session.post(TEXT, json={"prompt": "x"})).status
-        await asyncio.sleep(0.25)
+        cold._ready_after_s = 0.0
         return before, refused, (await session.get("/health")).status
 
     assert against(cold, wait) == (503, 503, 200)
@@ -419,10 +420,10 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     url = next(line for line in process.stderr if "http" in line).split(" at ")[1].strip()
     body = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
     request = urllib.request.Request(f"{url}{TEXT}", body, JSON)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=50) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] == 3
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(50) == 0
     assert replay(tmp_path / "log").summary["completed"] == 1
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +27,7 @@ from eldr_sim.traces.routing.capture.vllm_engine import failure, from_routed_exp
 from eldr_sim.traces.routing.format import open_trace
 
 from ..on_each import on_each
+from ..waiting import wait_until
 
 LAYERS, E, K = [1, 2, 5], 300, 4
 
@@ -343,12 +343,8 @@ def test_interrupt_leaves_no_process_of_vllm_behind(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         vllm_engine._run(tmp_path / "job.json", "plugin", interrupt)
     grandchild = int((tmp_path / "pid").read_text())
-    for _ in range(100):  # init reaps it
-        state = Path(f"/proc/{grandchild}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail("a process was left behind")
+    state = Path(f"/proc/{grandchild}/stat")
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z")  # init reaps it
 
 
 def test_what_is_not_installed_is_told_in_one_line(tmp_path, monkeypatch, run_cli):

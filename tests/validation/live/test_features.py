@@ -25,6 +25,7 @@ from eldr_sim.validation.live.features.feature_setups import (
     simulate_sent,
 )
 
+from ...waiting import until
 from .test_live_client import engine, info
 
 SLICES = {"code": (4, 100), "math": (100, 250)}
@@ -80,7 +81,8 @@ def test_a_closed_loop_has_so_many_in_flight(serve_app):
     async def answer(body, write):
         flight[0] += 1
         peaks.append(flight[0])
-        await asyncio.sleep(0.02)
+        await until(lambda: len(peaks) >= 3)
+        await asyncio.sleep(0.02)  # for a fourth one
         event = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
         await write(f"data: {json.dumps(event)}\n\n".encode())
         flight[0] -= 1
