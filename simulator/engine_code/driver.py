@@ -282,7 +282,7 @@ class EngineScheduler:
             decoding.append(sequence)
             if sequence.chunk:
                 chunked.append(sequence)
-        self.decoding = decoding
+        self.decoding = list(decoding)  # the step keeps those that planning preempts
         if self.ahead:
             self.plan_one()
         return self.riding + decoding, chunked

@@ -46,6 +46,9 @@ DRAFTS = {
         "method": "mtp", "num_speculative_tokens": 2, "acceptance": "mtp-gsm8k",
     },
 }  # fmt: skip
+SCARCE = {
+    "topology": "1C", "request_rate": 20, "output_len": 300, "num_gpu_blocks_override": 300,
+}  # fmt: skip
 WINDOWS = {"trace": None, "model": "GPT-OSS-120B", "input_len": 2000, "output_len": 50}
 #: What the stand-in does not do. Drafts and a hand-over: some runs differ (docs/limits.md).
 ONLY_VLLM = {
@@ -55,6 +58,9 @@ ONLY_VLLM = {
     } | DRAFTS,
     "windows": {"topology": "1C", "request_rate": 40} | WINDOWS,
     "windows, prefill and decode": {"topology": "1P1D", "request_rate": 40} | WINDOWS,
+    "few KV blocks": SCARCE,
+    "few KV blocks, one step at a time": SCARCE | {"async_scheduling": False},
+    "few KV blocks, chunks": SCARCE | {"long_prefill_token_threshold": 64},
 }  # fmt: skip
 TIMES = """arrival_s prefill_start_s prefill_end_s transfer_end_s decode_start_s first_token_s
     finish_s"""
@@ -90,6 +96,38 @@ def test_what_stands_around_the_scheduler_equals_the_compiled_engine(stand_in, n
 @pytest.mark.parametrize("name", CASES | ONLY_VLLM)
 def test_vllms_own_scheduler_equals_the_compiled_engine(name):
     assert_equal(make_config(RUN | (CASES | ONLY_VLLM)[name]))
+
+
+def test_a_step_runs_all_that_was_scheduled_though_the_next_one_preempts_some(
+    stand_in, monkeypatch
+):
+    scheduled = []
+
+    class Preempting(fake_vllm.Scheduler):
+        """Preempts its last request at every fifth plan."""
+
+        def schedule(self, **how):
+            out = None
+            if len(scheduled) % 5 == 4 and len(self.running) > 1:
+                out = self.running[-1]
+                if out.num_output_tokens + out.promised < out.wanted - 1:
+                    self.running.remove(out)
+                    out.status, out.computed = "waiting", 0
+                else:
+                    out = None
+            output = super().schedule(**how)
+            if out is not None:
+                self.waiting.appendleft(out)
+                output.preempted_req_ids = {out.request_id}
+            if output.num_scheduled_tokens:
+                scheduled.append(len(output.num_scheduled_tokens))
+            return output
+
+    monkeypatch.setattr(vllm, "make_scheduler", Preempting)
+    config = make_config(RUN | {"topology": "1C", "request_rate": 40})
+    result = simulate(config, backend="vllm")
+    assert result.summary["preemptions"] > 5
+    assert result.steps["batch"].to_pylist() == scheduled
 
 
 def test_vllms_scheduler_has_all_that_workers_read_of_a_scheduler(stand_in, monkeypatch):
