@@ -31,6 +31,8 @@ def _in_words(kind: Any) -> str:
 
 
 _LAYOUTS: dict[tuple[Any, ...], Layout] = {}
+#: Types that numba does not tell apart.
+_SAME: dict[type, type] = {np.float64: float, np.int64: int}
 
 
 class Reference:
@@ -62,7 +64,7 @@ class Reference:
 
 def _lay_out(value: Any, memory: bytearray, kinds: list[Any]) -> None:
     """Append a value as numba lays it out, see `numba.core.datamodel.models`; and what it is."""
-    kinds.append(type(value))
+    kinds.append(_SAME.get(type(value), type(value)))
     if isinstance(value, bool):
         memory += bytes([value])
         return

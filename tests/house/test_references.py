@@ -92,6 +92,9 @@ def test_memory_is_laid_out_as_numba_has_it():
 def test_types_follow_arrays_not_values():
     one, other = Reference(an_outer(np.zeros((4, 2)))), Reference(an_outer(np.ones((9, 5))))
     assert one.type is other.type
+    numpys = an_outer(np.zeros((4, 2)))._replace(number=np.int64(7), last=np.float64(100.0))
+    assert Reference(numpys).layout is one.layout  # no second compilation of the same code
+    assert _read(Reference(numpys), 1, 2) == _read(one, 1, 2)
     assert Reference(an_outer(np.zeros((4, 2), np.float32))).type != one.type
     assert Reference(an_outer(np.zeros((4, 2), order="F"))).type != one.type
 
