@@ -45,17 +45,17 @@ class Placement:
 
     def instances(self, n_experts: int) -> Ints:
         """Return how many instances each expert has, [layers, experts]."""
-        counts = np.zeros((len(self.expert), n_experts), np.int64)
-        layer, slot = np.nonzero(self.expert != EMPTY)
-        np.add.at(counts, (layer, self.expert[layer, slot]), 1)
-        return counts
+        return _counted(self.expert, self.expert != EMPTY, n_experts)
 
     def slots(self) -> Ints:
         """Return how many instances each rank holds, [layers, ranks]."""
-        counts = np.zeros((len(self.expert), self.n_ranks), np.int64)
-        layer, slot = np.nonzero(self.expert != EMPTY)
-        np.add.at(counts, (layer, self.rank[layer, slot]), 1)
-        return counts
+        return _counted(self.rank, self.expert != EMPTY, self.n_ranks)
+
+
+def _counted(values: Ints, counts: Bools, n: int) -> Ints:
+    """Return how often each of ``n`` values is in each row, where it counts: [rows, n]."""
+    rows, _ = np.nonzero(counts)
+    return np.bincount(rows * n + values[counts], minlength=len(values) * n).reshape(-1, n)
 
 
 class ExpertGroup(NamedTuple):

@@ -319,8 +319,8 @@ class ExpertGroup(EngineGroup):
         shared, ranks = self.shared, self.ranks
 
         def distinct(place: Ints, n: int) -> Array:
-            both = np.unique(np.stack([token, home, place]), axis=1)
-            counts = np.bincount(both[1] * n + both[2], minlength=ranks * n)
+            _, first = np.unique(token * n + place, return_index=True)
+            counts = np.bincount(home[first] * n + place[first], minlength=ranks * n)
             return counts.reshape(ranks, n).astype(float)
 
         if shared.copy_per == EXPERT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +46,8 @@ def rows_of(steps: list[Any], dtype: Any) -> Records:
     rows = np.zeros(len(steps), dtype)
     if steps:
         names = [field.name for field in fields(steps[0])]
-        for name, column in zip(names, zip(*map(astuple, steps), strict=True), strict=True):
-            rows[name] = column
+        for name in names:
+            rows[name] = [getattr(step, name) for step in steps]
     return rows
 
 
