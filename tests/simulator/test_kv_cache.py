@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.jit import njit
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.kv import block_lists, kv_cache
 from eldr_sim.simulator.reference.kv_blocks import BlockPool
@@ -16,39 +16,39 @@ from eldr_sim.traces.requests.logs.log_columns import chain_blocks
 from ..kv_hashes import block_hashes
 
 
-@numba.njit
+@njit()
 def find(kv, w, request, parent, tokens, size, prefix):
     return kv_cache.find(kv, w, 0, request, parent, tokens, size, prefix)
 
 
-@numba.njit
+@njit()
 def hold(kv, tables, workers, w, request, found, new):
     tables[request, 0].found = found
     kv_cache.hold(kv, tables, workers, w, 0, request, new)
 
 
-@numba.njit
+@njit()
 def publish(kv, tables, workers, w, request, tokens, size, prefix):
     kv_cache.publish(kv, tables, workers, w, 0, request, tokens, size, prefix)
 
 
-@numba.njit
+@njit()
 def release(kv, tables, workers, w, request):
     kv_cache.release(kv, tables, workers, w, 0, request)
 
 
-@numba.njit
+@njit()
 def take_blank(kv, workers, w, n):
     kv_cache.take_blank(kv, workers, w, n)
 
 
-@numba.njit
+@njit()
 def block_at(kv, w, key):
     """Return the block that the hash table has for a key, -1 if none."""
     return kv.hash_slots[w, block_lists.slot_of(kv.hash_slots, kv.blocks, w, key)] - 1
 
 
-@numba.njit
+@njit()
 def block_hash(kv, request, number, size, prefix):
     return kv_cache.block_hash(kv, request, number, size, prefix)
 

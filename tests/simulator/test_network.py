@@ -3,12 +3,12 @@
 import math
 from fractions import Fraction
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.jit import njit
 from eldr_sim.simulator.plane import network, state
 from eldr_sim.simulator.setup.transfer import PRESETS, TransferModel
 
@@ -17,22 +17,22 @@ from ..on_each import on_each
 NODES = 5
 
 
-@numba.njit
+@njit()
 def begin(clock, events, net, source, target, n_bytes, request):
     network.begin(clock, events, net, source, target, n_bytes, request)
 
 
-@numba.njit
+@njit()
 def end(clock, events, net):
     return network.end(clock, events, net)
 
 
-@numba.njit
+@njit()
 def drop(clock, events, net, request):
     network.drop(clock, events, net, request)
 
 
-@numba.njit
+@njit()
 def share_links(net, n):
     network.spread(net, n)
     network.share_links(net, n)
