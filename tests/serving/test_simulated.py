@@ -10,6 +10,7 @@ import urllib.request
 from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +20,8 @@ from eldr_sim.serving.router.config import make_config as make_router
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.simulated.core import Core, replay
 from eldr_sim.serving.simulated.server import Service
-from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.validation.live.engines.client import send_load
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
 
@@ -269,6 +271,44 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
         bad.write_text(text)
         with pytest.raises(InputError, match=said):
             replay(bad)
+
+
+@on_each("topology", ["2C", "2P1D"])
+def test_hits_where_blocks_are_scarce_are_those_of_a_run(tmp_path, topology):
+    rng, size = np.random.default_rng(71), 512
+    arrivals = np.cumsum(rng.exponential(0.05, 80)).round(3)
+    arrivals -= arrivals[0]  # a log begins at 0
+    lines = []
+    for at in arrivals.tolist():  # a group of prompts has blocks in common
+        group, n = int(rng.integers(9)), int(rng.integers(1, 5))
+        blocks = [100 * group + k for k in range(n)] + [10_000 + len(lines)]
+        prompt = n * size + int(rng.integers(1, size))
+        lines.append({
+            "timestamp": round(1e3 * at), "input_length": prompt, "output_length": 30,
+            "hash_ids": blocks,
+        })  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    fields = {
+        "model": "Llama-3.1-8B", "topology": topology, "policy": "round_robin", "warmup": 0,
+        "prefill_policy": "round_robin", "block_size": size, "num_gpu_blocks_override": 16,
+        "frontend": "none",
+    }  # fmt: skip
+    ran = simulate(make_config(fields | {"workload": str(log)})).requests
+    head = make_config(fields | {"num_requests": 80}).model_dump(mode="json")
+    asked = [
+        {"t": line["timestamp"] / 1e3, "prompt_len": line["input_length"], "output_len": 30,
+         "prefix": line["hash_ids"][: line["input_length"] // size]}
+        for line in lines
+    ]  # fmt: skip
+    served = tmp_path / "served.jsonl"
+    served.write_text("\n".join(map(json.dumps, [{"config": head, "speed": 1.0}, *asked])))
+    found = replay(served).record.requests
+    hits = ran["cached_tokens"].to_numpy()
+    roomy = make_config(fields | {"workload": str(log), "num_gpu_blocks_override": 4000})
+    assert 0 < hits.sum() < 0.9 * sum(simulate(roomy).requests["cached_tokens"].to_pylist())
+    assert found["cached_tokens"].tolist() == hits.tolist()
+    assert found["prefill_start_s"].tolist() == ran["prefill_start_s"].to_pylist()
 
 
 def test_clients_that_leave_free_their_places():
