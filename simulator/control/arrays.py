@@ -165,6 +165,7 @@ def make_run(
                 tiers,
                 spec.windows.groups,
                 spec.windows.window,
+                tree=bool(pools["fills_up"].all()) and not spec.tiers,
             ),
             pending=np.zeros((most_pending, 2), np.int64),
             sessions=sessions,

@@ -19,6 +19,7 @@ from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
 from eldr_sim.simulator.control.control_api import Control, Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING
 from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.kv.radix_tree import shared_hashes
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 
 _PROMPT = 4096  #: tokens of a prompt whose seconds a token count
@@ -51,6 +52,7 @@ def _cached(acts: Actions, engines: range) -> Ints:
     kv = acts.cluster.arrays.engines.kv
     found = [np.zeros(0, np.int64)]
     for w in engines:
+        found.append(shared_hashes(kv, w))
         if w < len(kv.hash_slots):
             blocks = kv.blocks[w][kv.hash_slots[w][kv.hash_slots[w] > 0] - 1]
             found.append(blocks["block_hash"][blocks["run"] == 0])

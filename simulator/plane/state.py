@@ -207,7 +207,6 @@ POOL = np.dtype(
         ("cuts_alone", np.bool_),
         ("rides_from", np.int64),
         ("frees_late", np.bool_),
-        ("forgets_outputs", np.bool_),
         ("caches_late", np.bool_),
         ("pads_beside", np.bool_),
         ("allocates_chunks", np.bool_),

@@ -92,9 +92,22 @@ class KVCacheManager:
         self.cap = windows.cap(block_size, in_flight, max_model_len)
 
     @property
+    def n_free(self) -> int:
+        """The blocks that no request holds."""
+        return len(self.pool.free)
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that requests hold."""
-        return 1.0 - len(self.pool.free) / self.pool.n_blocks
+        return 1.0 - self.n_free / self.pool.n_blocks
+
+    def find(self, key: Any) -> Any:
+        """Return a cached block of a key, None if there is none."""
+        return self.pool.find(key)
+
+    def held(self, request: Request) -> int:
+        """Return the blocks of a request's context."""
+        return len(request.tables[self])
 
     def needed(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence lacks for its next step: room for what it computes and
@@ -104,7 +117,7 @@ class KVCacheManager:
     def lacking(self, sequence: Sequence, tokens: int) -> int:
         """Return the blocks that a sequence lacks for its first tokens, and for drafts."""
         slots = min(tokens + self.lookahead, self.max_model_len)
-        lacking = max(0, -(-slots // self.size) - len(sequence.request.tables[self]))
+        lacking = max(0, -(-slots // self.size) - self.held(sequence.request))
         return lacking * (1 + self.groups)
 
     def keys(self, request: Request, tokens: int) -> list[Any]:
@@ -170,7 +183,7 @@ class KVCacheManager:
         def fits(blocks: int, most: int) -> bool:
             beside = self.groups * max(0, min(blocks, most) - max(skipped, found))
             needed = blocks - found + beside + request.window_blocks + idle
-            return bool(needed + reserved <= len(self.pool.free))
+            return bool(needed + reserved <= self.n_free)
 
         slots = min(tokens + ahead, self.max_model_len)
         if chunk is not None:

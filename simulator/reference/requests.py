@@ -94,6 +94,7 @@ class Sequence:
     flying: int = 0  #: and tokens that it computed: KV that the engine does not count on yet
     rejected: int = 0  #: drafts of its last step, which the next one is planned without knowing
     decodes: bool = False  #: a step has decoded a token of it
+    joined_at: int = 0  #: tokens of its context when it was computed (SGLang)
     rested: bool = False  #: it has a token, and sits steps of prompts out (SGLang)
 
     @property

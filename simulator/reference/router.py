@@ -142,7 +142,7 @@ class Router:
         for w in self.own:
             kv, n = self.cluster.workers[w].scheduler.kv, 0
             for key in request.block_keys[: (request.prompt_len - 1) // kv.size]:
-                if not kv.caching or kv.pool.find(key) is None:
+                if not kv.caching or kv.find(key) is None:
                     break
                 n += 1
             matched.append(n * kv.size)

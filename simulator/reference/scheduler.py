@@ -27,6 +27,8 @@ class Scheduler:
     ``only_prompts``: it computes prompts and hands them over, or ends with them; else the last
     token of a context is decoded, in the step of its last chunk."""
 
+    kv_class: type[KVCacheManager] = KVCacheManager
+
     def __init__(self, worker: Worker, *, only_prompts: bool) -> None:
         self.worker, self.only_prompts = worker, only_prompts
         self.spec, self.engine = worker.cluster.spec, worker.pool.engine
@@ -42,7 +44,7 @@ class Scheduler:
             self.placeholders = speculation.placeholders
         hands_over = any(pool.then >= 0 for pool in self.spec.pools)
         heads = speculation is not None and speculation.has_head
-        self.kv = KVCacheManager(
+        self.kv = self.kv_class(
             self.engine.n_blocks, self.spec.block_size, self.spec.max_model_len,
             caching=worker.cluster.caching and not whole, lookahead=self.lookahead,
             drops_block=self.rules.drops_block and hands_over and heads,
@@ -225,7 +227,7 @@ class Scheduler:
                 sequence.drafts = min(sequence.drafts, sequence.tokens - 1)
             if not prompt or any(self.next_chunk(sequence, longest)):
                 self.kv.slide(sequence.request, sequence.cached - sequence.flying)
-            while self.lacking(sequence, longest) > len(self.kv.pool.free):
+            while self.lacking(sequence, longest) > self.kv.n_free:
                 preempts, victim = True, self.victim()
                 self.preempt(victim, scheduled=victim.ticket < sequence.ticket)
                 if victim is sequence:
@@ -486,7 +488,7 @@ class Scheduler:
 
     def fits(self, n: int) -> bool:
         """Whether ``n`` blocks are free beside those that the running sequences need."""
-        free = len(self.kv.pool.free) - n
+        free = self.kv.n_free - n
         return free >= 0 and free >= sum(map(self.kv.needed, self.planned))
 
     def lacking(self, sequence: Sequence, most: float) -> int:
@@ -504,7 +506,7 @@ class Scheduler:
         """Take the blocks of a sequence's next step, if they are free, before others look up theirs
         in the prefix cache."""
         n = self.kv.needed(sequence)
-        if n <= len(self.kv.pool.free):
+        if n <= self.kv.n_free:
             self.kv.grow(sequence.request, n)
 
     def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:

@@ -4,12 +4,14 @@ The rules are those of SGLang 0.5.9, ``srt/managers/scheduler.py`` (`get_next_ba
 ``schedule_policy.py`` (`PrefillAdder`) and ``schedule_batch.py`` (`retract_decode`). With overlap a
 step's output is processed when the next one has been planned: a sequence that has ended rides in
 the next step that decodes, and keeps its place until another one is planned later still. Where a
-request has found no room, or no place, none is admitted before a sequence has left the batch."""
+request has found no room, or no place, none is admitted before a sequence has left the batch. KV
+blocks are taken for a whole step when it is planned, after its requests have been looked up."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from eldr_sim.simulator.reference.radix_cache import RadixCache
 from eldr_sim.simulator.reference.requests import Request, Sequence
 from eldr_sim.simulator.reference.scheduler import Scheduler
 
@@ -22,6 +24,9 @@ _RETRACT_STEPS = 20  #: tokens that each sequence gets room for when some are re
 
 class SglangScheduler(Scheduler):
     """The scheduler of a worker that computes prompts and decodes."""
+
+    kv: RadixCache
+    kv_class = RadixCache
 
     def __init__(self, worker: Worker, *, only_prompts: bool) -> None:
         super().__init__(worker, only_prompts=only_prompts)
@@ -80,18 +85,22 @@ class SglangScheduler(Scheduler):
         return not self.has_step()
 
     def free_ended(self) -> None:
-        """End what has ended; those that ride in a step of decoding keep their places."""
+        """End what has ended; those that ride in a step of decoding keep their places, and have a
+        block for its token."""
         for sequence in self.ended:
             self.worker.end(sequence.request)
+            tokens = sequence.request.tokens - (sequence not in self.riding)
+            self.kv.cache_blocks(sequence.request, tokens)
+            self.kv.release(sequence.request)
         if not (self.mixed and self.plans_prompts):
             self.unfiltered += len(self.ended)
-        super().free_ended()
+        self.ended = []
 
     def cache_prompts(self) -> None:
-        """Let others find the prompts that have been computed (``cache_unfinished_req``)."""
+        """Let others find the contexts that have been computed (``cache_unfinished_req``)."""
         for sequence in self.decoding:
             if sequence not in self.joined:
-                self.kv.cache_blocks(sequence.request, sequence.request.prompt_len)
+                self.kv.cache_blocks(sequence.request, sequence.joined_at)
 
     def let_find(self, request: Request, tokens: int) -> None:
         """Do nothing: what a step computes can be found when its output has been processed."""
@@ -116,6 +125,7 @@ class SglangScheduler(Scheduler):
             self.plan_decoding()
             return
         self.full = self.full and self.held > 0 and not self.mixed
+        self.take({s: self.prompt_blocks(s) for s in self.running})
         if self.mixed:  # all that runs is in the batch with them
             self.riding, self.unfiltered = self.ended or self.riding, 0
             self.retract()
@@ -151,12 +161,32 @@ class SglangScheduler(Scheduler):
         needed so far, and a little more."""
         running = [s for s in self.decoding if s not in self.joined] + self.riding
         running.sort(key=lambda s: (self.known(s), -s.request.prompt_len, -s.ticket))
-        while len(running) + self.plans_prompts > 1 and not self.fits(0):
+        while len(running) + self.plans_prompts > 1 and not self.has_room():
             self.retracted = True
             self.take_back(running.pop(0))
+            self.kv.make_room(-(-len(running) * _RETRACT_STEPS // self.kv.size))
+        self.take({s: self.kv.needed(s) for s in self.planned})
         if self.retracted:
             got = sum(self.known(sequence) + _RETRACT_STEPS for sequence in running)
             self.share = min(1.0, got / (1 + sum(s.request.output_len for s in running)))
+
+    def has_room(self) -> bool:
+        """Whether there are blocks for all that is to decode (``check_decode_mem``)."""
+        needed = sum(map(self.kv.needed, self.planned))
+        self.kv.make_room(needed)
+        return self.kv.blank >= needed
+
+    def take(self, blocks: dict[Sequence, int]) -> None:
+        """Take KV blocks for a step, all at once."""
+        self.kv.make_room(sum(blocks.values()))
+        for sequence, n in blocks.items():
+            self.kv.grow(sequence.request, n)
+
+    def prompt_blocks(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence lacks for what the next step computes of its context,
+        the last token included."""
+        tokens = sequence.cached + sequence.chunk + (sequence in self.joined)
+        return max(0, -(-tokens // self.kv.size) - self.kv.held(sequence.request))
 
     def take_back(self, victim: Sequence) -> None:
         """Take the KV blocks of a sequence, which computes its context anew."""
@@ -218,15 +248,14 @@ class SglangScheduler(Scheduler):
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that the free KV blocks hold."""
-        return len(self.kv.pool.free) * self.kv.size
+        """Tokens that the free KV blocks hold, beside what the prompts of the next step take."""
+        return (self.kv.n_free - sum(map(self.prompt_blocks, self.running))) * self.kv.size
 
     def lacks_room(self, request: Request) -> bool:
         """Whether too little KV is free for the context of a request and its output, beside what is
         promised to others (``add_one_req``)."""
-        blocks = self.kv.computed_blocks(request, request.tokens)[0][0]
-        new = -(-request.tokens // self.kv.size) - len(blocks) + request.window_blocks
-        new += sum(block.holders == 0 for block in blocks)
+        found, idle = self.kv.look_up(request)
+        new = -(-request.tokens // self.kv.size) - found + idle + request.window_blocks
         wanted = new * self.kv.size + min(request.output_len - request.generated, _CLIPPED)
         return bool(wanted >= self.free_tokens - self.promised())
 
@@ -243,13 +272,12 @@ class SglangScheduler(Scheduler):
         return tokens
 
     def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:
-        """Take the KV blocks of a context; returns its cached tokens, None if it lacks room."""
-        if self.lacks_room(request):
-            return None
-        return self.kv.allocate(request, tokens, 0, 0, None, 0, fetches)
+        """Hold what is cached of a context; returns those tokens, None if it lacks room."""
+        return None if self.lacks_room(request) else self.kv.admit(request)
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence get a token in the next step."""
+        sequence.joined_at = sequence.context + 1
         self.decoding.append(sequence)
         self.joined.append(sequence)
 
@@ -266,10 +294,9 @@ class SglangScheduler(Scheduler):
             if not self.retracted:
                 self.share = max(self.rules.least_share, self.share - self.rules.share_step)
         self.retracted = False
+        self.take({s: self.kv.needed(s) for s in self.decoding if s in batch})
         for sequence in self.decoding:
-            if sequence in batch:
-                self.kv.grow(sequence.request, self.kv.needed(sequence))
-            elif not sequence.rested:
+            if sequence not in batch and not sequence.rested:
                 sequence.request.last_token_s, sequence.rested = self.worker.env.now, True
             sequence.got *= sequence in batch  # else all its outputs are known
         return batch, [s for s in self.running if s.chunk]

@@ -6,7 +6,7 @@ sglang and torch for CPUs, lets it do them again (``VLLM_RECORD=1`` records it).
 
 A sequence's end is found when the step after next is planned: it rides in the next step, and holds
 its place and its KV cache for so long. ``sglang_scarce_steps.json`` has loads for which KV, and
-perhaps places, do not suffice, without the radix cache.
+perhaps places, do not suffice, without the radix cache, ``sglang_radix_steps.json`` with it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _N_CASES, _SEATS, _TOKENS = 64, 32, 2048
 _N_WITHOUT_CACHE = 40  #: the others share prefixes, in blocks of
 _SHARED = 4  #: tokens; SGLang's radix cache and ours share them token by token
 _N_SCARCE = 30
+_N_RADIX = 30
 
 
 def case(seed):
@@ -56,15 +57,21 @@ def case(seed):
     return {"requests": requests, "settings": wanted, "costs": costs}
 
 
-def scarce_case(seed):
-    """The same where KV, and perhaps places, do not suffice."""
-    rng = np.random.default_rng([77, seed])
+def scarce_case(seed, cache=False):
+    """The same where KV, and perhaps places, do not suffice; with the radix cache most prompts
+    begin as others do."""
+    rng = np.random.default_rng([78 if cache else 77, seed])
     n, chunk = int(rng.integers(4, 25)), int(rng.choice([24, 40, 64]))
     at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
     requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(2, 40))) for a in at]
     wanted = {"seats": int(rng.choice([4, 32])), "chunk": chunk}
     wanted |= {"tokens": int(rng.choice([160, 256, 400]))}
     wanted |= {"recv_interval": int(rng.choice([1, 4])), "mixed": False}
+    if cache:
+        wanted |= {"cache": True, "block_size": _SHARED, "mixed": bool(rng.random() < 0.3)}
+        for r in requests:
+            n = (r["prompt"] - 1) // _SHARED
+            r["path"] = (rng.random(n) < rng.choice([0.05, 0.3])).astype(int).tolist()
     costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 1}
     return {"requests": requests, "settings": wanted, "costs": costs}
 
@@ -124,32 +131,52 @@ def as_table(steps, mixed=False):
 @on_each("seed", range(_N_SCARCE))
 def test_our_rules_equal_sglangs_scheduler_where_kv_is_scarce(one_engine, seed):
     theirs = json.loads((_HERE / "sglang_scarce_steps.json").read_text())[seed]
-    given = scarce_case(seed)
+    record, _ = as_ours(one_engine, scarce_case(seed))
+    np.testing.assert_allclose(as_table(record.decode_steps), theirs, rtol=1e-9)
+
+
+@on_each("seed", range(_N_RADIX))
+def test_whole_leaves_are_evicted_in_the_order_of_their_last_use(one_engine, seed):
+    theirs = json.loads((_HERE / "sglang_radix_steps.json").read_text())[seed]
+    record, mixed = as_ours(one_engine, scarce_case(seed, cache=True))
+    np.testing.assert_allclose(as_table(record.decode_steps, mixed), theirs["steps"], rtol=1e-9)
+    assert record.requests["cached_tokens"].tolist() == theirs["cached"]
+
+
+def as_ours(one_engine, given):
+    """Return the record of a case where KV is scarce, on both backends, and if steps are mixed."""
     wanted = given["settings"]
-    told = options(scheduler_recv_interval=wanted["recv_interval"])
+    told = options(
+        scheduler_recv_interval=wanted["recv_interval"], enable_mixed_chunk=wanted["mixed"]
+    )
     rules = rules_of("sglang", told, wanted["chunk"], 1)
     sizes = wanted["seats"], wanted["chunk"], wanted["tokens"], 1
-    record = both(one_engine, given["requests"], rules, *sizes)
-    np.testing.assert_allclose(as_table(record.decode_steps), theirs, rtol=1e-9)
+    shared = _SHARED if "cache" in wanted else 0
+    return both(one_engine, given["requests"], rules, *sizes, shared), wanted["mixed"]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_loads_are_the_same_on_both_backends(one_engine, data):
-    """Where KV and places are so scarce that many are retracted, of which no record has enough."""
+    """Where KV and places are so scarce that many are retracted, of which no record has enough,
+    with and without a radix cache, of blocks of several tokens, too."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n, conservative = int(rng.integers(1, 25)), data.draw(st.sampled_from([0.1, 0.3, 1.0]))
     at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
     requests = [request(float(a), int(rng.integers(2, 60)), int(rng.integers(2, 40))) for a in at]
-    most = max(r["prompt"] + r["output"] for r in requests)
-    wanted = {"seats": int(rng.integers(1, 9)), "chunk": int(rng.choice([24, 40, 64]))}
-    wanted |= {"tokens": most + 2 + int(rng.choice([0, 3, 10, 60, 500]))}
+    shared, size = data.draw(st.sampled_from([0, 4, 5])), data.draw(st.sampled_from([1, 1, 4]))
+    for r in requests if shared else ():
+        r["path"] = (rng.random((r["prompt"] - 1) // shared) < rng.choice([0.05, 0.3])).tolist()
+    most = max(-(-(r["prompt"] + r["output"]) // size) for r in requests)
+    seats, chunk = int(rng.integers(1, 9)), int(rng.choice([24, 40, 64]))
+    blocks = most + 2 + int(rng.choice([0, 3, 10, 60, 500]))
     told = options(
         scheduler_recv_interval=int(rng.choice([1, 4])), schedule_conservativeness=conservative,
         enable_mixed_chunk=data.draw(st.booleans()),
     )  # fmt: skip
-    rules = rules_of("sglang", told, wanted["chunk"], 1)
-    both(one_engine, requests, rules, wanted["seats"], wanted["chunk"], wanted["tokens"], 1)
+    both(
+        one_engine, requests, rules_of("sglang", told, chunk, 1), seats, chunk, blocks, size, shared
+    )
 
 
 def test_the_cases_hold_what_may_differ(recorded):
@@ -188,3 +215,7 @@ def test_sglang_does_what_was_recorded_where_kv_is_scarce():
     done = as_sglang_does([scarce_case(seed) for seed in range(_N_SCARCE)])
     steps = [as_recorded(each)["steps"] for each in done]
     check_recorded("sglang_scarce_steps.json", steps)
+    cases = [with_tokens(scarce_case(seed, cache=True)) for seed in range(_N_RADIX)]
+    told = [as_recorded(each) for each in as_sglang_does(cases)]
+    kept = [{name: each[name] for name in ("steps", "cached")} for each in told]
+    check_recorded("sglang_radix_steps.json", kept)

@@ -86,3 +86,18 @@ def give_up_record(blocks: Any, owners: Any, w: int, block: int) -> None:
     """Let a record be in use no more."""
     blocks[w, block].behind = owners[w].spare
     owners[w].spare = block
+
+
+@compiled()
+def n_shared(kv: Any, request: int) -> Any:
+    """Return how many of a request's first full KV blocks other requests may share."""
+    return np.int64(kv.first_listed[request + 1] - kv.first_listed[request])
+
+
+@compiled()
+def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
+    """Return the hash of a full KV block: its number, and its last token's prefix block."""
+    if number >= n_shared(kv, request):
+        return (-np.int64(request) - 1) << 32 | number
+    last = ((number + 1) * block_size - 1) // prefix_tokens
+    return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number

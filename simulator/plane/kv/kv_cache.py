@@ -14,7 +14,10 @@ release, of which the last block is reused first.
 
 Each group of sliding layers (``SlidingWindowManager``) has other blocks, with other hashes. A
 request has no list of them: it holds the blocks from `state.WINDOW` ``begin`` on, and what it has
-found or published of them is looked up by its hash."""
+found or published of them is looked up by its hash.
+
+Where all engines are SGLang's, the cache is a tree (`radix_tree`), and none of these arrays is
+used: a request's ``listed`` blocks are those in the tree, and those beside it are ``private``."""
 
 from typing import Any, NamedTuple
 
@@ -23,10 +26,13 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv import radix_tree
 from eldr_sim.simulator.plane.kv.block_lists import (
     append,
+    block_hash,
     forget,
     give_up_record,
+    n_shared,
     new_record,
     slot_of,
     take_out,
@@ -62,6 +68,7 @@ class KVCache(NamedTuple):
     block_size: int
     prefix_block_tokens: int  #: as in ``Workload``; 0 where no pool caches prefixes
     tiers: Tiers  #: where blocks are kept beside these caches, if anywhere
+    tree: radix_tree.Tree  #: that stands in for these caches, see `is_tree`
     windows: NDArray[np.void]  #: ``WINDOW [requests, 2]``; empty where there are no such groups
     groups: int  #: of sliding layers
     window: int  #: tokens that they see
@@ -77,19 +84,24 @@ def make_kv_cache(
     tiers: Tiers | None = None,
     groups: int = 0,
     window: int = 0,
+    *,
+    tree: bool = False,
 ) -> KVCache:
     """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
     written. ``n_workers``: 0 where no pool caches prefixes, so that nothing is ever found.
     ``listened``: the number of workers, from the first, with blocks noted in ``events``.
-    ``groups``: of sliding layers, which see ``window`` tokens."""
-    size = workload.prefix_block_tokens if n_workers else 0
+    ``groups``: of sliding layers, which see ``window`` tokens. ``tree``: they are SGLang's."""
+    size, n_noted = workload.prefix_block_tokens if n_workers else 0, n_blocks
     context = workload.prompt_len.astype(np.int64)
     if workload.answered is not None:
         context += np.where(workload.answered, workload.output_len - 1, 0)
     covered = np.minimum(context, np.diff(workload.prefix_indptr) * size)
     first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
     room = len(workload.prefix_hash) if workload.prefixes_to_come else int(first_listed[-1])
-    if size == 0 and not groups:  # a record stands for all full blocks of a request
+    trees = radix_tree.make_tree(n_workers * tree, n_blocks)
+    if tree:
+        n_workers = n_blocks = 0
+    elif size == 0 and not groups:  # a record stands for all full blocks of a request
         n_blocks = min(n_blocks, _MOST_RUNS)
     slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
     return KVCache(
@@ -99,12 +111,13 @@ def make_kv_cache(
         first_listed,
         workload.prefix_hash,
         workload.prefix_indptr,
-        np.zeros((6 * n_blocks if listened else 0, 3), np.int64),
+        np.zeros((6 * n_noted if listened else 0, 3), np.int64),
         np.zeros(1, np.int64),
         listened,
         block_size,
         size,
         no_tiers() if tiers is None else tiers,
+        trees,
         np.zeros((len(workload) if groups else 0, 2), WINDOW),
         groups,
         window,
@@ -130,6 +143,12 @@ def _note(kv: Any, w: int, block: int, stored: int) -> None:
 
 
 @compiled()
+def is_tree(kv: Any) -> Any:
+    """Whether the prefix caches are SGLang's trees."""
+    return bool(kv.tree.nodes.shape[0] > 0)
+
+
+@compiled()
 def n_free(workers: Any, w: int) -> Any:
     """Return the KV blocks that no request holds, those with contents included."""
     return int(workers[w].n_blank + workers[w].n_idle)
@@ -139,21 +158,6 @@ def n_free(workers: Any, w: int) -> Any:
 def blocks_of(tokens: int, block_size: int) -> Any:
     """Return how many KV blocks hold ``tokens`` tokens."""
     return -(-tokens // block_size)
-
-
-@compiled()
-def n_shared(kv: Any, request: int) -> Any:
-    """Return how many of a request's first full KV blocks other requests may share."""
-    return np.int64(kv.first_listed[request + 1] - kv.first_listed[request])
-
-
-@compiled()
-def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
-    """Return the hash of a full KV block: its number, and its last token's prefix block."""
-    if number >= n_shared(kv, request):
-        return (-np.int64(request) - 1) << 32 | number
-    last = ((number + 1) * block_size - 1) // prefix_tokens
-    return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
 
 
 @compiled()
@@ -320,6 +324,8 @@ def matched_tokens(kv: Any, w: int, request: int, tokens: int) -> Any:
     """Return the tokens of a prompt that a worker's cache holds, never its last one."""
     if kv.prefix_block_tokens == 0:
         return np.int64(0)
+    if is_tree(kv):
+        return radix_tree.end_of(kv, w, request, (tokens - 1) // kv.block_size)[1] * kv.block_size
     begin, size = kv.first_listed[request], kv.block_size
     limit = min(kv.first_listed[request + 1] - begin, (tokens - 1) // size)
     number: Any = np.int64(0)
@@ -342,6 +348,12 @@ def match(kv: KVCache, first: int, request: int, tokens: int, out: Any) -> None:
 def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, new: int) -> None:
     """Hold ``found`` blocks of a request, and ``new`` free ones, the least recently freed first."""
     table = tables[request, side]
+    if is_tree(kv):
+        last, found = radix_tree.end_of(kv, w, request, np.int64(table.found))
+        radix_tree.hold_path(kv.tree, workers, w, last, np.int64(1))
+        table.listed, table.private = found, new
+        take_blank(kv, workers, w, new)
+        return
     first = kv.first_listed[request]
     listed = min(np.int64(table.found), n_shared(kv, request))
     for place in range(listed):
@@ -408,7 +420,9 @@ def _take_of_run(kv: Any, workers: Any, w: int, block: int, first: int, stop: in
 @compiled()
 def take_blank(kv: Any, workers: Any, w: int, n: int) -> None:
     """Take ``n`` free blocks for contents that no lookup finds."""
-    if n > workers[w].n_blank:
+    if is_tree(kv):
+        radix_tree.make_room(kv, workers, w, n)
+    elif n > workers[w].n_blank:
         _evict(kv, workers, w, n - workers[w].n_blank)
     workers[w].n_blank -= n
 
@@ -420,6 +434,9 @@ def publish(
 ) -> None:  # fmt: skip
     """Let others find the full blocks of a context's first ``tokens`` tokens, when these are
     scheduled: a layer writes all keys and values of a step before it reads any (vLLM)."""
+    if is_tree(kv):
+        _publish_in_tree(kv, tables[request, side], workers, w, request, tokens // block_size)
+        return
     first = kv.first_listed[request]
     table = tables[request, side]
     full = np.int64(table.full)
@@ -435,6 +452,22 @@ def publish(
             for number in range(max(full, np.int64(window.begin)), table.full):
                 if _is_kept(window, number):
                     _store(kv, workers, w, _window_hash(kv, request, number, group), request)
+
+
+@compiled()
+def _publish_in_tree(kv: Any, table: Any, workers: Any, w: int, request: int, n: int) -> None:
+    """Let the first ``n`` blocks of a context be in the tree (``cache_unfinished_req``): those that
+    others have computed, too, are blank again."""
+    before = np.int64(table.listed)
+    if n <= before:
+        return
+    last, there = radix_tree.insert(kv, workers, w, request, n)
+    workers[w].n_blank += max(np.int64(0), there - before)
+    radix_tree.hold_path(kv.tree, workers, w, last, np.int64(1))
+    last, _ = radix_tree.end_of(kv, w, request, before)
+    radix_tree.hold_path(kv.tree, workers, w, last, np.int64(-1))
+    table.private -= n - before
+    table.listed = n
 
 
 @compiled()
@@ -460,6 +493,12 @@ def _store(kv: Any, workers: Any, w: int, key: int, request: int) -> Any:
 def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int) -> None:
     """Give the blocks of a request back; contents that can be found stay until evicted."""
     table = tables[request, side]
+    if is_tree(kv):
+        last, _ = radix_tree.end_of(kv, w, request, np.int64(table.listed))
+        radix_tree.hold_path(kv.tree, workers, w, last, np.int64(-1))
+        workers[w].n_blank += table.private
+        table.listed = table.private = table.found = 0
+        return
     first, own = kv.first_listed[request], np.int64(0)
     if table.listed == n_shared(kv, request):
         own = np.int64(table.full - table.listed)
@@ -562,6 +601,8 @@ def withdraw(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int
 
 def forget_blocks(kv: KVCache, w: int) -> None:
     """Let a worker's blocks have no contents any more, and note that for a router that listens."""
+    if w < len(kv.tree.slots):
+        radix_tree.forget_tree(kv, w)
     if w >= len(kv.hash_slots):
         return
     forget_stores(kv.tiers, w)

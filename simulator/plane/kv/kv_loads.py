@@ -12,14 +12,8 @@ import numpy as np
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv import kv_tiers
-from eldr_sim.simulator.plane.kv.kv_cache import (
-    block_hash,
-    find,
-    hold,
-    matched_tokens,
-    n_shared,
-    publish,
-)
+from eldr_sim.simulator.plane.kv.block_lists import block_hash, n_shared
+from eldr_sim.simulator.plane.kv.kv_cache import find, hold, matched_tokens, publish
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.traces.requests.caches import session_lists
 

@@ -7,15 +7,16 @@ import numpy as np
 
 from eldr_sim.arrays import Floats, Ints, Records
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv import kv_loads
+from eldr_sim.simulator.plane.kv import kv_loads, radix_tree
+from eldr_sim.simulator.plane.kv.block_lists import n_shared
 from eldr_sim.simulator.plane.kv.kv_cache import (
     KVCache,
     blocks_of,
     find,
     hold,
     idle_in_windows,
+    is_tree,
     n_free,
-    n_shared,
     publish,
     release,
     slide,
@@ -182,6 +183,8 @@ def allocate(
     if reserve == OF_SHARE:
         if _lacks_share(engines, w, request, new + idle):
             return -1
+        if takes_late(engines, w):
+            new = np.int64(record.window_blocks)
     elif not fits(engines, w, new + apart + idle):
         return -1
     engines.tables[request, side].found = found
@@ -210,6 +213,9 @@ def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
     side, parent = side_of(engines, w), engines.requests[request].parent
     drop = np.int64(engines.pools[engines.pool_of[w]].drops_block)
+    if is_tree(engines.kv):
+        last, found = radix_tree.use(engines.kv, engines.workers, w, request, (tokens - 1) // size)
+        return found, radix_tree.idle_blocks(engines.kv.tree, w, last), _NONE
     if engines.kv.groups > 0:
         limit = min((tokens - 1) // size + drop, tokens // size)
         known, idle = find(engines.kv, w, side, request, parent, limit * size + 1, size, prefix)
@@ -386,7 +392,62 @@ def _lacks_share(engines: Engines, w: int, request: int, blocks: int) -> Any:
     what is promised to others."""
     record, size = engines.requests[request], engines.settings[0].block_size
     wanted = blocks * size + min(record.output_len - record.generated, _CLIPPED)
-    return bool(wanted >= n_free(engines.workers, w) * size - promised(engines, w))
+    return bool(wanted >= free_tokens(engines, w) - promised(engines, w))
+
+
+@compiled()
+def takes_late(engines: Engines, w: int) -> Any:
+    """Whether blocks are taken for a whole step when it is planned, as SGLang does."""
+    return bool(engines.pools[engines.pool_of[w]].fills_up and engines.kv.tiers.links.shape[1] == 0)
+
+
+@compiled()
+def free_tokens(engines: Engines, w: int) -> Any:
+    """Return the tokens that free blocks hold, beside what the next step's prompts still take."""
+    free = np.int64(n_free(engines.workers, w))
+    if takes_late(engines, w):
+        free -= _prompt_blocks(engines, w)
+    return free * engines.settings[0].block_size
+
+
+@compiled()
+def _prompt_blocks(engines: Engines, w: int) -> Any:
+    """Return the blocks that sequences lack for what the next step computes of their contexts."""
+    worker, lacking = engines.workers[w], _NONE
+    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+        lacking += _lacks(engines, w, i)
+    return lacking
+
+
+@compiled()
+def _lacks(engines: Engines, w: int, i: int) -> Any:
+    """Return the blocks that a sequence lacks for what the next step computes of its context: the
+    last token is decoded."""
+    sequence = engines.sequences[w, i]
+    slots = slots_of(sequence, engines.pools[engines.pool_of[w]].lookahead)
+    if i >= engines.workers[w].batch:
+        slots = sequence.chunk - sequence.todo
+    more = blocks_of(slots - sequence.free_slots, engines.settings[0].block_size)
+    return max(_NONE, np.int64(more))
+
+
+@compiled()
+def take_for_prompts(engines: Engines, w: int) -> None:
+    """Take the blocks of what the next step computes of contexts, all at once."""
+    worker, size = engines.workers[w], engines.settings[0].block_size
+    make_room(engines, w, _prompt_blocks(engines, w))
+    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+        sequence, more = engines.sequences[w, i], _lacks(engines, w, i)
+        take_blank(engines.kv, engines.workers, w, more)
+        sequence.free_slots += more * size
+        engines.tables[sequence.request, side_of(engines, w)].private += more
+
+
+@compiled()
+def make_room(engines: Engines, w: int, blocks: int) -> None:
+    """Evict what SGLang's tree gives up for this number of ``blocks``."""
+    if is_tree(engines.kv):
+        radix_tree.make_room(engines.kv, engines.workers, w, blocks)
 
 
 @compiled()

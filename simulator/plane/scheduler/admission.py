@@ -11,13 +11,14 @@ import numpy as np
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, wake
 from eldr_sim.simulator.plane.kv import kv_loads
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.kv.kv_loads import WAITS
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     allocate,
     cached_tokens,
     can_join,
+    free_tokens,
     lacks_room,
     only_prompts,
     promised,
@@ -226,8 +227,7 @@ def _goes_on(engines: Engines, w: int, before: int) -> Any:
         return _is_open(engines, w, _NONE)
     begins, left = worker.n_admitted == before, budget_left(engines, w)
     if not begins and worker.prefilling == 0:
-        free = n_free(engines.workers, w) * engines.settings[0].block_size
-        worker.full = worker.full or promised(engines, w) >= free
+        worker.full = worker.full or promised(engines, w) >= free_tokens(engines, w)
     if worker.full or not waits_for_blocks(worker) or (left <= 0 and not begins):
         return False
     worker.full = _places(worker, pool) <= 0

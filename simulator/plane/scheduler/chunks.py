@@ -13,6 +13,7 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     publish_tokens,
     side_of,
     take_slots,
+    takes_late,
 )
 
 _NONE = np.int64(0)
@@ -136,7 +137,7 @@ def join(engines: Engines, w: int) -> None:
     worker = engines.workers[w]
     sequence = engines.sequences[w, worker.batch]
     worker.context += sequence.computed + sequence.todo
-    if engines.pools[engines.pool_of[w]].mixed_steps:
+    if engines.pools[engines.pool_of[w]].mixed_steps and not takes_late(engines, w):
         take_slots(engines, w, worker.batch)
         late = engines.pools[engines.pool_of[w]].caches_late
         if sequence.free_slots > 0 and not late:  # with the token that it decodes now

@@ -304,6 +304,8 @@ def _close_batch(
     if kv_manager.plans_prompts(worker):
         worker.full = worker.full and kv_manager.n_held(worker) > 0 and not mixed
         worker.blocked = True  # others may leave in the step after it
+        if kv_manager.takes_late(engines, w):
+            kv_manager.take_for_prompts(engines, w)
         if mixed:  # all that runs is in the batch with them
             _let_ride(worker)
             worker.unfiltered = 0
@@ -334,7 +336,7 @@ def _publish_known(engines: kv_manager.Engines, w: int, prompts: bool) -> None:
         known = engines.sequences[w, i].computed
         if i < worker.batch:
             prompts = prompts and i < worker.batch - worker.joined
-            known = engines.requests[request].prompt_len if prompts else _NONE
+            known = known + 1 if prompts else _NONE  # all that it computed before it decoded
         kv_manager.publish_tokens(engines, w, request, known)
 
 
@@ -426,6 +428,7 @@ def _release(engines: kv_manager.Engines, w: int, request: int, late: bool) -> N
 def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     """Free the places and KV blocks of the sequences that the last step completed."""
     worker, side = engines.workers[w], kv_manager.side_of(engines, w)
+    pool = engines.pools[engines.pool_of[w]]
     before: Any = np.int64(-1)
     at: Any = np.int64(worker.ended_head)
     while at >= 0:  # the last one stands first
@@ -435,14 +438,14 @@ def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     while before >= 0:
         behind = np.int64(engines.requests[before].next)
         record = engines.requests[before]
-        if engines.pools[engines.pool_of[w]].fills_up:
+        if pool.fills_up:
             _end(clock, engines, before)
         if not kv_manager.only_prompts(engines, w):
             context = record.prompt_len - 1 + record.output_len
+            context += pool.fills_up and worker.riding > 0  # with the token that it rides for
             kv_manager.publish_tokens(engines, w, before, context)
         release(engines.kv, engines.tables, engines.workers, w, side, before)
         before = behind
-    pool = engines.pools[engines.pool_of[w]]
     if pool.fills_up and not (pool.mixed_steps and kv_manager.plans_prompts(worker)):
         worker.unfiltered += worker.ended_places
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)

@@ -8,9 +8,11 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
+    blocks_needed,
     count_context,
     fits,
     keep_tokens,
+    make_room,
     only_prompts,
     plans_prompts,
     publish_tokens,
@@ -18,7 +20,9 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     side_of,
     slide_sequence,
     slots_of,
+    take_all_slots,
     take_slots,
+    takes_late,
 )
 from eldr_sim.simulator.plane.scheduler.chunks import (
     budget_before,
@@ -109,7 +113,7 @@ def retract(clock: Any, engines: Engines, w: int, log: Any, gaps: Any) -> Any:
     Returns whether any was."""
     worker = engines.workers[w]
     beside = plans_prompts(worker)  # then none has to stay
-    while _n_known(worker) + beside > 1 and lacks_blocks(engines, w, False):
+    while _n_known(worker) + beside > 1 and not _has_room(engines, w):
         victim = _victim(engines, w)
         request = engines.sequences[w, victim].request
         last_token_s = _lose_output(clock, engines, w, victim, log, gaps)
@@ -121,9 +125,22 @@ def retract(clock: Any, engines: Engines, w: int, log: Any, gaps: Any) -> Any:
         if last_token_s >= 0.0:
             engines.requests[request].last_token_s = last_token_s
         worker.retracts = True
+        size = engines.settings[0].block_size
+        make_room(engines, w, blocks_of(_n_known(worker) * _RETRACTED, size))
+    if takes_late(engines, w):
+        make_room(engines, w, blocks_needed(engines, w))
+        take_all_slots(engines, w)
     if worker.retracts:
         _raise_share(engines, w)
     return worker.retracts
+
+
+@compiled()
+def _has_room(engines: Engines, w: int) -> Any:
+    """Whether there are blocks for all that the next step decodes, others evicted for them."""
+    needed = blocks_needed(engines, w)
+    make_room(engines, w, needed)
+    return needed <= n_free(engines.workers, w)
 
 
 @compiled()
@@ -294,7 +311,7 @@ def _take_back(clock: Any, engines: Engines, w: int, victim: int, scheduled: boo
         release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
     else:
         context = _leave_batch(clock, engines, w, victim)
-        if not pool.forgets_outputs:
+        if not pool.caches_late:
             known = context - unprocessed(engines, w, sequences[w, victim].got)
             if scheduled:
                 known = context + 1 - (sequences[w, victim].got if pool.frees_late else _NONE)
@@ -397,7 +414,7 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
         at = np.int64(requests[at].next)
     if last < 0:
         return np.int64(-1)
-    _free_ended(engines, w, last)
+    _drop_ended(engines, w, last)
     return np.int64(requests[last].ticket)
 
 
@@ -405,7 +422,7 @@ def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
 def _take_back_ended(engines: Engines, w: int, request: int) -> None:
     """Take back a sequence that rides in the next step: it has to compute its last token again."""
     worker, record = engines.workers[w], engines.requests[request]
-    _free_ended(engines, w, request)
+    _drop_ended(engines, w, request)
     worker.ended_places -= 1
     record.generated = record.output_len - 1
     worker.n_waiting += 1
@@ -414,7 +431,7 @@ def _take_back_ended(engines: Engines, w: int, request: int) -> None:
 
 
 @compiled()
-def _free_ended(engines: Engines, w: int, last: int) -> None:
+def _drop_ended(engines: Engines, w: int, last: int) -> None:
     """Free a completed sequence whose output has not been processed: it is preempted."""
     worker, requests, sequences = engines.workers[w], engines.requests, engines.sequences
     before, at = np.int64(-1), np.int64(worker.ended_head)

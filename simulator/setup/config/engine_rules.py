@@ -75,8 +75,8 @@ class EngineRules:
     fills_up: bool = False
     #: A prompt takes the KV blocks of a chunk when it is scheduled, else all when it is admitted.
     allocates_chunks: bool = True
-    forgets_outputs: bool = False  #: a preempted sequence's generated tokens leave the cache
-    #: Where it schedules ahead, the plan of a step finds no prompt that the step before computed.
+    #: What is computed is found in the cache when its output has been processed: not by the step
+    #: that is planned ahead; and never what a preempted sequence has generated.
     caches_late: bool = False
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
     #: Where it schedules ahead, a sequence that ends with this many tokens of a step or more rides
@@ -122,7 +122,6 @@ def rules_of(
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
             fills_up=True,
-            forgets_outputs=True,
             caches_late=True,  # `cache_unfinished_req` comes with a step's output
             token_with_kv=True,
             rides_from=1,  # `Scheduler.event_loop_overlap`
