@@ -1,0 +1,1 @@
+"""Other simulators on the published runs."""
