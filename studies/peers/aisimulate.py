@@ -58,9 +58,12 @@ _14B = _QWEN3 | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
     "num_hidden_layers": 40,
 }  # fmt: skip
-_GLM4 = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
-#: The config.json of other checkpoints, which AISimulate would download; of GLM-4 the line that
-#: decides is enough.
+_GLM4 = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
+    "max_position_embeddings": 202752,
+}  # fmt: skip
+#: The config.json of other checkpoints, which AISimulate would download; of GLM-4 the lines that
+#: decide are enough.
 _CONFIGS = {
     "Qwen/Qwen3-8B-FP8": _8B | {"quantization_config": _FP8},
     "Qwen/Qwen3-14B": _14B,
@@ -213,7 +216,7 @@ class AISimulate:
 
 
 #: Where the reason of a refusal goes on to lists and paths.
-_ENDS = re.compile(r": tried lane_order|\. Supported architectures|\. The selected")
+_ENDS = re.compile(r": tried lane_order|[.;] [Ss]upported arch|\. The selected")
 
 
 def predict(run: PublishedRun, peer: AISimulate) -> dict[str, Any] | str:
@@ -236,7 +239,7 @@ def predict(run: PublishedRun, peer: AISimulate) -> dict[str, Any] | str:
             said = peer.requests(asked)
             if isinstance(said, list):
                 return figures(run, config, said) | {"without": " ".join(without)}
-            why = why or _ENDS.split(said.rpartition("Error: ")[2])[0][:200]
+            why = why or _ENDS.split(said.replace(name, "").rpartition("Error: ")[2])[0][:200]
         return why
 
 

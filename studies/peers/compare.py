@@ -47,13 +47,15 @@ def joined(
     runs: Iterable[PublishedRun], ours: Mapping[str, Found], theirs: Mapping[str, Any]
 ) -> list[Errors]:
     """Return the errors of every figure that was measured and that both predict."""
-    return [
-        Errors(run, name, *(100.0 * (x[run.name][name] / measured - 1.0) for x in (ours, theirs)))
-        for run in runs
-        for name, measured in run.measured.items()
-        if name in ("tpot", "ttft")
-        if not isinstance(theirs[run.name], str)
-    ]
+    found = []
+    for run in runs:
+        us, them = ours[run.name], theirs[run.name]
+        if isinstance(us, str) or isinstance(them, str):
+            continue
+        for name in {"tpot", "ttft"} & run.measured.keys():
+            errors = (100.0 * (x[name] / run.measured[name] - 1.0) for x in (us, them))
+            found.append(Errors(run, name, *errors))
+    return found
 
 
 def both(errors: Sequence[Errors]) -> list[str]:
@@ -101,8 +103,9 @@ _HEAD = ("rows of TPOT", "ours, %", "AISimulate", "rows of TTFT", "ours", "AISim
 def tables(errors: Sequence[Errors]) -> dict[str, list[list[str]]]:
     """Return the tables of docs/data by name."""
     groups = {"both predict": list(errors)}
-    for used, name in (("never", "never used"), ("in_view", "in view"), ("fit", "fitted on")):
+    for used, name in (("never", "never used"), ("in_view", "in view"), ("fit", "we fitted on")):
         groups[name] = [x for x in errors if x.run.used == used]
+    groups["not fitted on"] = groups["never used"] + groups["in view"]
     for engine in ("vllm", "sglang", "trtllm"):
         groups[engine] = [x for x in errors if x.run.row["engine"].startswith(engine)]
     cells = by_cell(errors)
