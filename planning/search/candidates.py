@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from eldr_sim.errors import InputError
@@ -41,13 +41,19 @@ class ClusterTemplate:
     #: Requests per second that a worker of either kind likely serves, see `shapes.capacity`.
     capacity: tuple[float, float] = (math.inf, math.inf)
 
-    @property
+    @cached_property
     def worker_sizes(self) -> tuple[int, int]:
         """GPUs of a prefill and of a decode worker."""
         prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
         if self.config.cluster.generates:
             decode = self.config.pools[-1].parallelism  # with FFN GPUs, which a pool says
         return prefill.n_gpus, decode.n_gpus
+
+    @cached_property
+    def _prices(self) -> tuple[float | None, float | None]:
+        """Price per GPU and hour of a prefill and of a decode worker."""
+        prefill, decode = (self.config.pool(role) for role in ("prefill", "decode"))
+        return prefill.price_per_gpu_hour, decode.price_per_gpu_hour
 
     @property
     def unit(self) -> int:
@@ -72,8 +78,8 @@ class ClusterTemplate:
 
     def cost(self, x: int, y: int) -> float:
         """Return the price per hour of x prefill and y decode workers, or their GPUs."""
-        pools = zip((x, y), ("prefill", "decode"), self.worker_sizes, strict=True)
-        prices = [(n * gpus, self.config.pool(role).price_per_gpu_hour) for n, role, gpus in pools]
+        workers = zip((x, y), self.worker_sizes, self._prices, strict=True)
+        prices = [(n * gpus, price) for n, gpus, price in workers]
         if any(n and price is None for n, price in prices):
             return sum(n for n, _ in prices)
         return sum(n * (price or 0.0) for n, price in prices)
