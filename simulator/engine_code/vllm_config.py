@@ -103,10 +103,14 @@ def make_scheduler(config: Any, spec: ClusterSpec, pool: PoolSpec, window: int) 
         prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
     )
     kind = v.AsyncScheduler if spec.scheduler.async_scheduling else v.Scheduler
-    return kind(
+    made = kind(
         vllm_config=config, kv_cache_config=kv, log_stats=False, block_size=size,
         structured_output_manager=v.StructuredOutputManager(config),
     )  # fmt: skip
+    # On a CPU vLLM turns asynchronous scheduling off in its configuration, and with it this rule.
+    moves = config.kv_transfer_config
+    made.defer_block_free = kind is v.AsyncScheduler and moves is not None and moves.is_kv_consumer
+    return made
 
 
 def vllm_config(spec: ClusterSpec, pool: PoolSpec, takes_over: bool) -> Any:

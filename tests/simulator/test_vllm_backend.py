@@ -98,6 +98,17 @@ def test_vllms_own_scheduler_equals_the_compiled_engine(name):
     assert_equal(make_config(RUN | (CASES | ONLY_VLLM)[name]))
 
 
+@pytest.mark.live
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_only_decode_workers_short_of_blocks_keep_what_a_step_under_way_writes():
+    """vLLM's ``defer_block_free``, which the compiled engine does not have (docs/limits.md)."""
+    scarce = RUN | SCARCE | {"topology": "1P1D"}
+    expected, found = (simulate(make_config(scarce), backend=b) for b in ("compiled", "vllm"))
+    assert expected.summary["preemptions"] > 0
+    assert found.summary["mean_tpot_ms"] > expected.summary["mean_tpot_ms"]
+    assert_equal(make_config(scarce | {"async_scheduling": False}))
+
+
 def test_a_step_runs_all_that_was_scheduled_though_the_next_one_preempts_some(
     stand_in, monkeypatch
 ):
