@@ -56,8 +56,8 @@ class _Shares(base.ReplicaChoice):
         on = placement.rank[layer]
         ranks = [on[own[own >= 0]].tolist() for own in slots]
         shares = self.shares(tokens.tolist(), ranks, placement.n_ranks)
-        start, turns = np.cumsum(tokens) - tokens, np.empty(experts.size, np.int64)
-        for expert in np.flatnonzero(tokens).tolist():
+        start, turns = np.cumsum(tokens) - tokens, np.zeros(experts.size, np.int64)
+        for expert in np.flatnonzero(tokens * ((slots >= 0).sum(axis=1) > 1)).tolist():
             n = _whole(shares[expert], int(tokens[expert]))
             number = np.repeat(np.arange(len(n)), n)
             at = (np.concatenate([np.arange(k) for k in n]) + 0.5) / np.repeat(n, n)
