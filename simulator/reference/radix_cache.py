@@ -2,8 +2,8 @@
 
 ``srt/mem_cache/radix_cache.py`` (`RadixCache`) and ``common.py`` of SGLang 0.5.9. A node has the
 blocks up to where contexts part. Looking a context up makes its nodes the last ones used; when
-blocks lack, the leaf that nobody holds and that was used before all others goes, with all its
-blocks, and then perhaps its parent. Blocks that were computed twice are kept once."""
+blocks are missing, the unheld leaf that was used least recently goes, with all its blocks, and then
+perhaps its parent. Blocks that were computed twice are kept once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RadixCache(KVCacheManager):
 
     @property
     def n_free(self) -> int:
-        """The blocks that are free, or that nobody holds."""
+        """The blocks that are free or not held."""
         return self.blank + sum(len(node.keys) for node in self.nodes() if not node.holders)
 
     def nodes(self) -> Iterator[Node]:
@@ -117,8 +117,8 @@ class RadixCache(KVCacheManager):
     # --- requests ---
 
     def look_up(self, request: Request) -> tuple[int, int]:
-        """Return the blocks of a context that are there, and those of them that nobody holds. The
-        last token must be computed."""
+        """Return how many blocks of a context are cached, and how many of them no request holds.
+        The last token must be computed."""
         keys = self.keys(request, request.tokens - 1) if self.caching else []
         node, n = self.use(keys)
         return n, sum(len(node.keys) for node in self.path(node) if not node.holders)

@@ -3,7 +3,7 @@ evicted (``srt/mem_cache/radix_cache.py``; readable: `reference.radix_cache`).
 
 A node is a run of blocks of one request's context, however long: it is found by the hash of its
 first block, and as a hash stands for all tokens before, what it has in common with another context
-is found by bisection. Leaves that nobody holds are listed in the order of their last use."""
+is found by bisection. Leaves that no request holds are listed in the order of their last use."""
 
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ NODE = np.dtype(
         ("n_held", np.int32),  # requests with contexts that end here or behind it
         ("parent", np.int32),  # -1: none
         ("n_children", np.int32),
-        ("before", np.int32),  # neighbours among the leaves that nobody holds
+        ("before", np.int32),  # neighbours among the leaves that no request holds
         ("behind", np.int32),  # (or the next spare record)
     ],
     align=True,
@@ -173,7 +173,7 @@ def insert(kv: Any, workers: Any, w: int, request: int, n: int) -> tuple[Any, An
 
 @compiled()
 def idle_blocks(tree: Any, w: int, last: int) -> Any:
-    """Return how many blocks of a context nobody holds, up to its node ``last``."""
+    """Return how many blocks of a context no request holds, up to its node ``last``."""
     idle: Any = np.int64(0)
     at: Any = np.int64(last)
     while at >= 0:
@@ -233,7 +233,7 @@ def _take_leaf(tree: Any, workers: Any, w: int, leaf: int) -> None:
 
 @compiled()
 def _put_leaf(tree: Any, workers: Any, w: int, leaf: int) -> None:
-    """List a leaf that nobody holds: it was used last, or, as a rule, before nearly all others."""
+    """List a leaf that no request holds: it was used last, or mostly before nearly all others."""
     nodes, worker, used = tree.nodes, workers[w], tree.nodes[w, leaf].used
     before, behind = np.int64(worker.idle_tail), np.int64(-1)
     if before >= 0 and nodes[w, before].used > used:
@@ -288,7 +288,7 @@ def shared_hashes(kv: Any, w: int) -> Ints:
 
 
 def forget_tree(kv: Any, w: int) -> None:
-    """Let a worker's tree be empty, and note that for who listens."""
+    """Let a worker's tree be empty, and note that for a router that listens."""
     if w < kv.listened:
         ends, at = shared_ends(kv, w)
         for index in at[ends % kv.prefix_block_tokens == 0].tolist():
