@@ -18,6 +18,7 @@ MAY_NAME_RUN_CONFIG = {
     "simulator/setup/config/run_config.py": "declares it",
     "simulator/setup/engine_specs.py": "composes a worker of eight groups",
     "simulator/setup/prepare.py": "composes the specification of a run",
+    "studies/peers/": "hands a whole run to another simulator",
     "validation/published/bench.py": "runs the load of a measured benchmark",
     "validation/published/calibration.py": "fits to measured runs, each a whole one",
 }

@@ -8,16 +8,14 @@ a context, because its logits are needed. ELDR's signature cache (Sec. 4.4) is a
 experts that its tokens chose, here kept as the request that computed its prompt into it.
 
 Full blocks that no other request shares (generated tokens, the unshared end of a prompt) have a
-hash, too, by which their request finds them again after a preemption. They are not listed one by
-one: while they are held they are counted, and when they are freed they are one run in the order of
-release, of which the last block is reused first.
+hash, by which their request finds them again after a preemption. They are not listed one by one:
+held, they are counted; freed, they are one run in the order of release, of which the last is reused
+first.
 
 Each group of sliding layers (``SlidingWindowManager``) has other blocks, with other hashes. A
 request has no list of them: it holds the blocks from `state.WINDOW` ``begin`` on, and what it has
-found or published of them is looked up by its hash.
-
-Where all engines are SGLang's, the cache is a tree (`radix_tree`), and none of these arrays is
-used: a request's ``listed`` blocks are those in the tree, and those beside it are ``private``."""
+found or published of them is looked up by its hash. Where all engines are SGLang's, a tree stands
+in (`radix_tree`): a request's ``listed`` blocks are in it, ``private`` ones beside it."""
 
 from typing import Any, NamedTuple
 
