@@ -75,9 +75,10 @@ class RadixCache(KVCacheManager):
 
     def split(self, lower: Node, n: int) -> Node:
         """Let the first ``n`` blocks of a node be its parent; returns that."""
-        assert lower.parent is not None
-        upper = Node(lower.keys[:n], lower.parent, next(self.clock), lower.holders)
-        upper.parent.children[upper.keys[0]] = upper  # type: ignore[union-attr]
+        parent = lower.parent
+        assert parent is not None
+        upper = Node(lower.keys[:n], parent, next(self.clock), lower.holders)
+        parent.children[upper.keys[0]] = upper
         lower.keys, lower.parent = lower.keys[n:], upper
         upper.children[lower.keys[0]] = lower
         return upper

@@ -101,3 +101,16 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
         return (-np.int64(request) - 1) << 32 | number
     last = ((number + 1) * block_size - 1) // prefix_tokens
     return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
+
+
+@compiled()
+def note(kv: Any, w: int, writer: int, number: int, stored: int) -> None:
+    """Note, for a router that listens to a worker, that a block of a prompt has come or gone with
+    the full KV block that it ends with: the block ``number`` of its ``writer``."""
+    end = (number + 1) * kv.block_size
+    if end % kv.prefix_block_tokens != 0:
+        return
+    event = kv.events[kv.n_events[0]]
+    event[0], event[2] = w, stored
+    event[1] = kv.prefix_indptr[writer] + end // kv.prefix_block_tokens - 1
+    kv.n_events[0] += 1

@@ -32,6 +32,7 @@ from eldr_sim.simulator.plane.kv.block_lists import (
     give_up_record,
     n_shared,
     new_record,
+    note,
     slot_of,
     take_out,
 )
@@ -125,19 +126,12 @@ def make_kv_cache(
 
 @compiled()
 def _note(kv: Any, w: int, block: int, stored: int) -> None:
-    """Note that a block of a prompt has come or gone with the KV block that it ends with."""
+    """Note that a block has come or gone, if it is none of a sliding window's."""
     if w >= kv.listened:
         return
     number = kv.blocks[w, block].block_hash & np.int64(0xFFFFFFFF)
-    if number >> _GROUP_BIT > 0:
-        return
-    end = (number + 1) * kv.block_size
-    if end % kv.prefix_block_tokens != 0:
-        return
-    event = kv.events[kv.n_events[0]]
-    event[0], event[2] = w, stored
-    event[1] = kv.prefix_indptr[kv.blocks[w, block].writer] + end // kv.prefix_block_tokens - 1
-    kv.n_events[0] += 1
+    if number >> _GROUP_BIT == 0:
+        note(kv, w, kv.blocks[w, block].writer, number, stored)
 
 
 @compiled()

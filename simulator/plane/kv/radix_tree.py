@@ -18,6 +18,7 @@ from eldr_sim.simulator.plane.kv.block_lists import (
     give_up_record,
     n_shared,
     new_record,
+    note,
     slot_of,
     take_out,
 )
@@ -253,17 +254,12 @@ def _put_leaf(tree: Any, workers: Any, w: int, leaf: int) -> None:
 
 @compiled()
 def _note(kv: Any, w: int, node: Any, stored: int) -> None:
-    """Note the blocks of prompts that come or go with those of a node, for who listens."""
+    """Note the blocks of prompts that come or go with those of a node."""
     if w >= kv.listened:
         return
     end = min(np.int64(node.start + node.run), n_shared(kv, node.writer))
     for number in range(node.start, end):
-        tokens = (number + 1) * kv.block_size
-        if tokens % kv.prefix_block_tokens == 0:
-            event = kv.events[kv.n_events[0]]
-            event[0], event[2] = w, stored
-            event[1] = kv.prefix_indptr[node.writer] + tokens // kv.prefix_block_tokens - 1
-            kv.n_events[0] += 1
+        note(kv, w, node.writer, number, stored)
 
 
 def shared_ends(kv: Any, w: int) -> tuple[Ints, Ints]:
