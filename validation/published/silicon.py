@@ -197,11 +197,11 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     """Return what the launch scripts of a row's engine said of its scheduler.
 
     InferenceX's (``benchmarks/*.sh`` of September 2025 to April 2026): on B200 SGLang polls every
-    30 steps from 16 streams on on 8 GPUs, else every 10, and its chunks of FP8 models are 32,768
-    tokens; TensorRT-LLM's ``max_num_tokens`` are 20,000 for GPT-OSS, 16,384 where Llama-70B waits
-    (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else a prompt's
-    and a token for each stream, and what `launch_scripts` says; KV caches of co-located DeepSeek
-    take .8 of the free memory, .75 on Hopper, of GPT-OSS .85."""
+    30 steps from 16 streams on (FP8: on 8 GPUs alone), else every 10, and its chunks of FP8 models
+    are 32,768 tokens; TensorRT-LLM's ``max_num_tokens`` are 20,000 for GPT-OSS, 16,384 where
+    Llama-70B waits (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs),
+    else a prompt's and a token for each stream, and what `launch_scripts` says; KV caches of
+    co-located DeepSeek take .8 of the free memory, .75 on Hopper, of GPT-OSS .85."""
     generated = _generated(case, target)
     if generated:
         return generated
@@ -216,8 +216,8 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
             return told | {"gpu_memory_utilization": script.memory_share,
                            "scheduler_recv_interval": script.recv_interval}  # fmt: skip
         if target.inferencex and blackwell and engines == 1:
-            wide = case.tensor_parallel_size == 8 and case.concurrency >= 16
-            told["scheduler_recv_interval"] = 30 if wide else 10
+            rare = target.precision == "fp4" or case.tensor_parallel_size == 8
+            told["scheduler_recv_interval"] = 30 if rare and case.concurrency >= 16 else 10
         return told
     if not (trtllm and target.inferencex):
         told = {"max_num_batched_tokens": case.script.chunk or 8192}
