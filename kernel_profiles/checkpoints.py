@@ -1,6 +1,6 @@
 """Checkpoints that are known by their Hugging Face id as a shipped model with some fields changed:
 those of ``data/checkpoints.json`` (other precisions and sizes, from their ``config.json``), and
-``NAME-FP8`` of any shipped model in bfloat16."""
+names that say how the weights of a known model are stored, such as ``NAME-FP8``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +10,22 @@ from eldr_sim.kernel_profiles.model_names import matching
 _UNPUBLISHED = {
     "published_total_params": 0, "published_active_params": 0, "published_source": "",
 }  # fmt: skip
+_FP8 = {"linear_dtype": "fp8", "expert_dtype": "fp8"}
+#: How linear layers, experts and KV cache are stored, by the end of a name, and what says so.
+_STORED: dict[str, tuple[dict[str, str], str]] = {
+    "-fp8-dynamic": (_FP8, "a scale a channel, as llm-compressor's FP8_DYNAMIC"),
+    "-fp8-kv": (_FP8 | {"kv_cache_dtype": "fp8"}, "a scale a tensor, as AMD's Quark"),
+    "-fp8": (
+        {"linear_dtype": "fp8_block", "expert_dtype": "fp8_block"},
+        "as Qwen3-32B-FP8's config.json stores them",
+    ),
+    "-nvfp4": (
+        {"linear_dtype": "nvfp4", "expert_dtype": "nvfp4"},
+        "as Qwen3-235B-A22B-NVFP4's hf_quant_config.json stores them",
+    ),
+    "-mxfp4": ({"expert_dtype": "mxfp4"}, "experts alone, as GPT-OSS"),
+}
+_MODELOPT = (_FP8 | {"kv_cache_dtype": "fp8"}, "a scale a tensor, as NVIDIA's ModelOpt")
 
 
 def fields_of(
@@ -19,20 +35,42 @@ def fields_of(
     of ``data/checkpoints.json``; ``shipped``: returns the fields of a model that ships, by any of
     its names."""
     entries: dict[str, dict[str, Any]] = {each["id"]: each for each in known["checkpoints"]}
-    found = matching(name, {repository: (repository,) for repository in entries})
-    if found is not None:
-        own = {"name": found.rpartition("/")[2], "hf_id": found, "source": known["source"]}
-        like = shipped(entries[found]["like"]) or {}
-        return {**like, **_UNPUBLISHED, **entries[found]["fields"], **own}
-    base, dash, word = name.rstrip("/").rpartition("-")
-    dims = shipped(base) if dash and word.lower() == "fp8" else None
-    if dims is None or {dims["linear_dtype"], dims["expert_dtype"]} != {"bfloat16"}:
+
+    def listed(wanted: str) -> dict[str, Any] | None:
+        found = matching(wanted, {repository: (repository,) for repository in entries})
+        if found is None:
+            return None
+        entry = entries[found]
+        source = entry.get("source", known["source"])
+        own = {"name": found.rpartition("/")[2], "hf_id": found, "source": source}
+        return {**(shipped(entry["like"]) or {}), **_UNPUBLISHED, **entry["fields"], **own}
+
+    if (own := listed(name)) is not None:
+        return own
+    name = name.rstrip("/")
+    if name.lower().endswith("-fp4"):
+        name = f"{name[:-4]}-NVFP4"
+    end = next((end for end in _STORED if name.lower().endswith(end)), "")
+    base = name[: -len(end)]
+    dims = listed(base) or shipped(base) if end else None
+    whole = {"bfloat16", "fp8_block"} if end == "-mxfp4" else {"bfloat16"}
+    if dims is None or not {dims["linear_dtype"], dims["expert_dtype"]} <= whole:
         return None
-    # Blocks of 128 x 128 in linear layers and experts, not in gates, embedding and lm_head.
-    return dims | {
-        "name": f"{dims['name']}-FP8",
-        "hf_id": f"{dims['hf_id']}-FP8" if dims["hf_id"] else "",
-        "linear_dtype": "fp8_block",
-        "expert_dtype": "fp8_block" if dims["n_experts"] else "bfloat16",
-        "source": f"{dims['source']}; weights in FP8 as Qwen3-32B-FP8's config.json stores them",
-    }
+    experts = bool(dims["n_experts"])
+    if end == "-mxfp4" and not experts:
+        return None
+    stored, how = _STORED[end]
+    if end == "-fp8" and "nvidia" in (name.partition("/")[0], dims["hf_id"].partition("/")[0]):
+        stored, how = _MODELOPT
+    # Not gates, embedding and lm_head.
+    words = name[-len(end) :].upper()
+    return (
+        dims
+        | stored
+        | ({} if experts else {"expert_dtype": "bfloat16"})
+        | {
+            "name": f"{dims['name']}{words}",
+            "hf_id": f"{dims['hf_id']}{words}" if dims["hf_id"] else "",
+            "source": f"{dims['source']}; weights stored {how}",
+        }
+    )

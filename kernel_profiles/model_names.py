@@ -17,15 +17,36 @@ _DATE = re.compile(r"(2[3-9](0[1-9]|1[0-2])|(0[1-9]|1[0-2])([0-2]\d|3[01])|20\d{
                    r"|v0\.\d)$")  # fmt: skip
 #: Names without an entry, by those of models with the same configuration.
 _SAME = {
+    "deepseek-r1-distill-llama-70b": "llama-3.1-70b",
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-nvfp4": "deepseek-v3.1-nvfp4",
+    "deepseek-r1-nvfp4-v2": "deepseek-v3.1-nvfp4",
     "deepseek-v3.1": "deepseek-v3",
     "deepseek-v3.1-terminus": "deepseek-v3",
+    "deepseek-v3-nvfp4": "deepseek-v3.1-nvfp4",
     "glm-4.6": "glm-4.5",
+    "glm-4.6-fp8": "glm-4.5-fp8",
+    "glm-4.7": "glm-4.5",
+    "glm-4.7-fp8": "glm-4.5-fp8",
     "deepseek-v3.2-exp": "deepseek-v3.2",
+    "deepseek-v3.2-speciale": "deepseek-v3.2",
     "glm-5.1-fp8": "glm-5-fp8",
+    "kimi-k2.6": "kimi-k2.5",
+    "kimi-k2-thinking": "kimi-k2.5",  # INT4 experts, unlike Kimi-K2
+    "llama-3-70b": "llama-3.1-70b",
+    "llama-3-8b": "llama-3.1-8b",
     "llama-3.3-70b": "llama-3.1-70b",
     "llama-3.3-70b-fp8": "llama-3.1-70b-fp8",
+    "llama-3.3-70b-nvfp4": "llama-3.1-70b-nvfp4",
+    "minimax-m2.1": "minimax-m2",
     "minimax-m2.7": "minimax-m2.5",
-    "kimi-k2-thinking": "kimi-k2.5",  # INT4 experts, unlike Kimi-K2
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3.6-27b": "qwen3.5-27b",
+    "qwen3.6-35b-a3b": "qwen3.5-35b-a3b",
+    "qwq-32b": "qwen2.5-32b",
 }
 
 
@@ -37,7 +58,7 @@ def plain(name: str) -> str:
     if whole in _SAME:
         return _SAME[whole]
     kept = [word for word in others if word not in _TRAINED and not _DATE.match(word)]
-    found = "-".join([first, *kept])
+    found = "-".join([first, *("nvfp4" if word == "fp4" else word for word in kept)])
     return _SAME.get(found, found)
 
 

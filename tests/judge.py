@@ -2,8 +2,8 @@
 where a cell of engine, GPU and model moves that CHANGELOG.md does not name.
 
 ``--update`` keeps their new predictions; ``--take DIR`` takes over those of a folder of ``eldr-sim
-validate published --of launches --out DIR``. Both write the table of studies/record/accuracy.md,
-and refuse cells that move unsaid."""
+validate published --of launches --out DIR``. Both write the table of studies/record/cells.md, and
+refuse cells that move unsaid."""
 
 import sys
 from datetime import UTC, datetime

@@ -345,7 +345,41 @@ def test_a_checkpoint_is_found_by_its_id_and_has_the_size_in_its_name(repository
         assert found.weight_bytes < found.total_params
 
 
-@pytest.mark.parametrize("name", ["Nothing-8B-FP8", "GPT-OSS-120B-FP8", "-FP8"])
+#: Names in launch lines of publishers, with parameters as their cards count them, 1e9, and how
+#: linear layers, experts and cache are stored.
+PUBLISHED = [
+    ("Qwen/Qwen2.5-72B-Instruct", 72.7, "bfloat16 bfloat16 bfloat16"),
+    ("Qwen/QwQ-32B", 32.8, "bfloat16 bfloat16 bfloat16"),
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.62, "bfloat16 bfloat16 bfloat16"),
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.6, "bfloat16 bfloat16 bfloat16"),
+    ("meta-llama/Llama-3.1-405B-Instruct-FP8", 406, "fp8_block bfloat16 bfloat16"),
+    ("amd/Llama-3.1-405B-Instruct-FP8-KV", 406, "fp8 bfloat16 fp8"),
+    ("meta-llama/Llama-3.2-3B-Instruct", 3.21, "bfloat16 bfloat16 bfloat16"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", 7.25, "bfloat16 bfloat16 bfloat16"),
+    ("Qwen/Qwen3-4B", 4.02, "bfloat16 bfloat16 bfloat16"),
+    ("Qwen/Qwen3-Next-80B-A3B-Instruct", 80, "bfloat16 bfloat16 bfloat16"),
+    ("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, "bfloat16 bfloat16 bfloat16"),
+    ("zai-org/GLM-4.7-FP8", 353, "fp8 fp8 bfloat16"),
+    ("nvidia/DeepSeek-R1-0528-FP4-v2", 671, "bfloat16 nvfp4 fp8"),
+    ("nvidia/Qwen3-30B-A3B-FP4", 30.5, "nvfp4 nvfp4 bfloat16"),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", 31.6, "fp8 fp8 fp8"),
+    ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", 70.6, "fp8 bfloat16 bfloat16"),
+    ("RedHatAI/Qwen3-32B-NVFP4", 32.8, "nvfp4 bfloat16 bfloat16"),
+    ("amd/Qwen3-Coder-480B-A35B-Instruct-MXFP4", 480, "bfloat16 mxfp4 bfloat16"),
+    ("amd/DeepSeek-R1-0528-MXFP4", 671, "fp8_block mxfp4 bfloat16"),
+    ("moonshotai/Kimi-K2.6", 1026, "bfloat16 int4 bfloat16"),
+    ("Qwen/Qwen3.6-35B-A3B", 35, "bfloat16 bfloat16 bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "stored"), PUBLISHED)
+def test_names_of_published_launch_lines_are_known(name, parameters, stored):
+    found = load_model(name)
+    assert found.total_params / 1e9 == pytest.approx(parameters, rel=0.012)
+    assert f"{found.linear_dtype} {found.expert_dtype} {found.kv_cache_dtype}" == stored
+
+
+@pytest.mark.parametrize("name", ["Nothing-8B-FP8", "GPT-OSS-120B-FP8", "-FP8", "Qwen3-8B-MXFP4"])
 def test_what_has_no_bfloat16_model_is_no_fp8_one(name):
     with pytest.raises(InputError, match="unknown model"):
         load_model(name)
