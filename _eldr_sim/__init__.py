@@ -10,13 +10,18 @@ The commands are functions, and their options are keywords (docs/python.md)::
 
 A name is imported when it is first used, so that ``import eldr_sim`` stays light."""
 
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from eldr_sim.cli.api import Simulation, run
+    from eldr_sim.cli.api import run
     from eldr_sim.cli.api_many import compare, plan, what_if
+    from eldr_sim.cli.api_simulation import Simulation
     from eldr_sim.planning.runs.sweep import sweep
     from eldr_sim.reports.page import write_report
     from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -26,8 +31,10 @@ __all__ = [
     "write_report",
 ]  # fmt: skip
 
+_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _HOME = {
-    **dict.fromkeys(("Simulation", "run"), "eldr_sim.cli.api"),
+    "Simulation": "eldr_sim.cli.api_simulation",
+    "run": "eldr_sim.cli.api",
     **dict.fromkeys(("compare", "plan", "what_if"), "eldr_sim.cli.api_many"),
     "RunConfig": "eldr_sim.simulator.setup.config.run_config",
     "sweep": "eldr_sim.planning.runs.sweep",
@@ -43,11 +50,35 @@ def __getattr__(name: str) -> Any:
 
         value = version("eldr-sim")
     elif name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
+        with _at_once():
+            value = getattr(import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'eldr_sim' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+@contextmanager
+def _at_once() -> Iterator[None]:
+    """Import modules without what only takes time: the search for garbage, of which they leave
+    none, and for plugins of pydantic, of which our models have none. Where Python has not looked
+    through all objects yet, those that are there are its modules and ours, and no longer looked at:
+    each look was a twentieth of a short run, and there are four at the end."""
+    is_young, is_on = gc.get_stats()[2]["collections"] == 0, gc.isenabled()
+    given = os.environ.get(_PLUGINS)
+    os.environ[_PLUGINS] = "__all__"
+    gc.disable()
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_PLUGINS]
+        else:
+            os.environ[_PLUGINS] = given
+        if is_young:
+            gc.freeze()
+        if is_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

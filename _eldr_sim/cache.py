@@ -22,13 +22,15 @@ from eldr_sim.phases import report_phase
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
-BITSETS, FITS, NUMBA, TABLES, TRACES = "bitsets", "fits", "numba", "tables", "traces"
-_LIMITED = BITSETS, FITS, TABLES, TRACES  # compiled code is small, and slow to make
+BITSETS, FITS, KERNELS, NUMBA = "bitsets", "fits", "kernels", "numba"
+TABLES, TRACES = "tables", "traces"
+_LIMITED = BITSETS, FITS, KERNELS, TABLES, TRACES  # compiled code is small, and slow to make
 
 #: What each part is for, and what it costs to make again.
 PURPOSES = {
     BITSETS: "recorded routing in the form that runs read, made in a second",
     FITS: "signatures of ELDR and other policies, fitted to a trace in seconds",
+    KERNELS: "kernel times of models on GPUs, fitted to tables in a tenth of a second",
     NUMBA: "the simulator as machine code, compiled in a minute or two",
     TABLES: "kernel tables taken from an installed aiconfigurator",
     TRACES: "routing drawn for a model that has no recording, in seconds to a minute",
@@ -36,8 +38,9 @@ PURPOSES = {
 #: What lies in each part of the folder, finished or left by a killed process. Nothing else is
 #: touched: the variable may name a folder with other things in it.
 _OURS = {
-    BITSETS: ("*.bits", ".*.bits-*"),
+    BITSETS: ("*.bits", ".*.bits-*", "*.pickle", ".*.pickle-*"),
     FITS: ("*.npz", ".*.npz-*"),
+    KERNELS: ("*.pickle", ".*.pickle-*"),
     NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*", "*/*/*.o", "*/*/.*.o-*"),
     TABLES: ("*/*.parquet",),
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
@@ -195,6 +198,9 @@ def find(part: str, name: str) -> Path | None:
         warn(reason)
         return None
     with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
+        if reason := _open_to_others(path, path.stat()):
+            warn(reason)
+            return None
         for file in path.iterdir() if path.is_dir() else (path,):
             os.utime(file)  # few file systems keep times of access
     return path

@@ -1,18 +1,25 @@
 """Reading Parquet, and making its columns, without pandas. ``pyarrow.parquet.read_table``,
 ``to_numpy`` and ``pyarrow.array`` import pandas, half a second of every command."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import array_limit, regular_file, within
+from eldr_sim.lazy import Lazy
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 
 @contextmanager

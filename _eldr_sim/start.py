@@ -16,6 +16,7 @@ def main() -> None:
     global _working
     # Matrices are small: more threads only wait for each other, for minutes on a busy machine.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes time
     gc.set_threshold(200_000)  # cycles are few; to look for them was a tenth of a short run
     if sys.stderr is not None and sys.stderr.isatty():
         _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from html import escape
@@ -29,12 +29,10 @@ import click
 
 from eldr_sim.cli import run as run_command
 from eldr_sim.cli.console import is_watched, progress_bar
-from eldr_sim.cli.foreign import instead_of
 from eldr_sim.cli.run_options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.simulator import run as simulator_run
-from eldr_sim.simulator import simulation
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.spellings import spellings
@@ -216,6 +214,8 @@ def options_of(
         elif name in RUN_FIELDS:  # a mapping, such as a pool's
             values[name] = value
         else:
+            from eldr_sim.cli.foreign import instead_of
+
             near = get_close_matches(name, {*parameters, *RUN_FIELDS}, 3)
             hint = re.sub("--([a-z-]+)", _python_name, instead_of(name))
             if "." in (path := spellings().get(name, "")):
@@ -301,68 +301,3 @@ def run(
     ) as update:
         ran = simulator_run.simulate(made, update, backend=backend, workers=workers)
         return Run._of(ran)
-
-
-class Simulation(simulation.Simulation):
-    """One run that shares its clock with SimPy processes (docs/python.md).
-
-    ``env`` is the `simpy.Environment` of the run; ``cluster`` sends requests and starts, stops and
-    disturbs workers.
-
-    Args:
-        config: what ``options`` override; None: the defaults.
-        arrivals: whether the configuration's load arrives; without it all requests come from
-            processes, and those after the warm-up are measured.
-        prefixes: whether requests bring the prefix blocks of their prompts
-            (``request(prefix=[...])``); only without ``arrivals``.
-        absent: workers of the topology that are missing until they are started:
-            ``("decode:4",)``.
-        backend: ``compiled``, ``simpy`` (the model as SimPy processes), ``vllm`` or ``sglang``.
-        workers: for ``simpy``, classes in place of a pool's workers.
-        options: options of ``eldr-sim run``, as of `run`.
-
-    Raises:
-        InputError: something does not exist or does not fit together.
-
-    Examples
-    --------
-    >>> sim = es.Simulation(topology="2P4D", policy="jsq", arrivals=False)
-    >>> def user():
-    ...     ended = yield sim.cluster.request(prompt_len=500, output_len=100)
-    ...     print(ended.ttft_s)
-    >>> sim.env.process(user())
-    >>> sim.run(until=60)
-    """
-
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        arrivals: bool = True,
-        prefixes: bool = False,
-        absent: Sequence[str] = (),
-        backend: simulator_run.Backend = "compiled",
-        workers: Mapping[str, type[Any]] | None = None,
-        **options: Any,
-    ) -> None:
-        made = config
-        if options or not isinstance(made, RunConfig):
-            made = config_from_options(options_of(run_command.run, config, options))
-        how: dict[str, Any] = {"prefixes": prefixes, "absent": absent}
-        super().__init__(made, arrivals=arrivals, backend=backend, workers=workers, **how)
-
-    def run(self, until: float | None = None) -> Run:
-        """Advance the run and return its result so far, with open requests as unserved.
-
-        Args:
-            until: simulated time, s; None: to the end of the measured requests or, without
-                arrivals, until no event is left.
-
-        Returns:
-            The run up to that time: ``summary``, ``frame``, ``steps_frame``.
-
-        Raises:
-            InputError: ``until`` is not after the time now.
-            ProcessError: a process failed; the error names it.
-        """
-        return Run._of(super().run(until))

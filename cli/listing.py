@@ -372,6 +372,7 @@ def cache(context: click.Context) -> None:
 _PARTS = {
     user_cache.BITSETS: "bit sets",
     user_cache.FITS: "fits",
+    user_cache.KERNELS: "kernel times",
     user_cache.NUMBA: "compiled code",
     user_cache.TABLES: "imported tables",
     user_cache.TRACES: "drawn traces",

@@ -27,7 +27,6 @@ from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.setup.config.groups import GROUP_OF, GROUPS, RUN_FIELDS
 from eldr_sim.simulator.setup.config.option import option_of, words_of
 from eldr_sim.simulator.setup.config.pools import Pool
-from eldr_sim.simulator.setup.config.presets import preset_fields
 from eldr_sim.simulator.setup.config.run_config import (
     RunConfig,
     field_path,
@@ -244,6 +243,8 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     given = {name: _meaning(value, name) for name, value in given.items()}
     values = dict(file) if isinstance(file, Mapping) else read_config(file) if file else {}
     if preset is not None:
+        from eldr_sim.simulator.setup.config.presets import preset_fields
+
         values = preset_fields(preset, values | _known(given))
         if "+" in preset:  # its load has taken the rate up
             given.pop("request_rate", None)

@@ -1,5 +1,7 @@
 """Writing a result: a folder that appears whole or not at all."""
 
+from __future__ import annotations
+
 import json
 import os
 from abc import abstractmethod
@@ -7,16 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from eldr_sim.errors import InputError
+from eldr_sim.lazy import Lazy
 from eldr_sim.outputs import whole_folder
 from eldr_sim.simulator.outcome.catalogue import Shown
 from eldr_sim.simulator.run import Result
 from eldr_sim.simulator.setup.config.paths import portable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 #: The file that the folder of a run, and of most other results, is recognised by.
 MARKER = "summary.json"

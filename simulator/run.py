@@ -1,5 +1,7 @@
 """From a configuration to a result: the steps of one run, in order."""
 
+from __future__ import annotations
+
 import importlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,11 +12,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.compiling import tell_of_compiling
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.lazy import Lazy
 from eldr_sim.policies.registry import is_built_in, needs
 from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.compiled_cluster import CompiledCluster
@@ -49,7 +51,11 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
+else:
+    pa = Lazy("pyarrow")
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
 Backend = Literal["compiled", "simpy", "vllm", "sglang"]
@@ -227,7 +233,7 @@ def reference_of(
     arrivals: bool = True,
     *,
     backend: Backend = "simpy",
-) -> "ReferenceCluster":
+) -> ReferenceCluster:
     """Return a run as SimPy processes; raises InputError for what these do not model."""
     from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 
@@ -244,7 +250,7 @@ def _engine_code(backend: Backend) -> Any:
     return importlib.import_module(f"eldr_sim.simulator.engine_code.{backend}")
 
 
-def fault_plan(config: RunConfig, cluster: "CompiledCluster | ReferenceCluster") -> FaultPlan:
+def fault_plan(config: RunConfig, cluster: CompiledCluster | ReferenceCluster) -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
     health = config.faults.health_delay_ms / 1e3
     return cluster.faults or FaultPlan(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.kept import kept
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, load_table
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
@@ -82,12 +83,18 @@ def list_front_ends() -> list[str]:
     return [table.gpu for table in shipped_tables() if table.kind == "front_end"]
 
 
+def _shipped(cpu: str) -> FrontEndLatency | None:
+    for table in shipped_tables():
+        if table.kind == "front_end" and table.gpu.lower() == cpu:
+            return FrontEndLatency.from_table(table.load())
+    return None
+
+
 def load_front_end(name: str) -> FrontEndLatency:
     """Load a shipped front end by its CPU's name, or the table in a file; raises InputError if
     none."""
-    for table in shipped_tables():
-        if table.kind == "front_end" and table.gpu.lower() == name.lower():
-            return FrontEndLatency.from_table(table.load())
+    if shipped := kept(("front end", name.lower()), lambda: _shipped(name.lower())):
+        return shipped
     if not Path(name).is_file():
         written = "a table of eldr-sim profile --frontend"
         known = ", ".join([NO_FRONT_END, *list_front_ends(), written])

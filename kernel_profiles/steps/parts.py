@@ -117,6 +117,8 @@ class Parts:
         if self.engine_step is None:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
+            shape = {"n_layers": whole.n_layers, "hidden_size": whole.hidden_size}
+            self.host_gaps = self._table("host_gap", shape=shape)
             if residual_bytes(self.model):
                 source = roofline.efficiency_of(gpu).source
                 self.provenance["residual_streams"] = format.provenance_of("roofline", source)
@@ -344,8 +346,7 @@ class Parts:
                 problem = "an engine_step table contains the host gap"
                 raise InputError("host_gap_s", problem, "none given")
             return 0.0, {}
-        shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
-        table = self._table("host_gap", shape=shape)
+        table = self.host_gaps
         if given is None and table is not None:
             gap_s = float(np.median(table.columns["latency_s"]))
             return gap_s, {"host_gap": table.source | {"device": table.metadata.device}}

@@ -18,6 +18,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.kept import kept
 from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
@@ -293,8 +294,16 @@ def build_step_time_model(
     )
 
 
-#: A worker's kernels; those of workers that differ in batch or budget are the same.
-_parts = lru_cache(maxsize=16)(Parts)
+@lru_cache(maxsize=16)
+def _parts(
+    dims: ModelDims, gpu: GPU, layout: Parallelism, tables: tuple[LatencyTable, ...], *more: Any
+) -> Parts:
+    """Return a worker's kernels; those of workers that differ in batch or budget are the same."""
+
+    def make() -> Parts:
+        return Parts(dims, gpu, layout, tables, *more)
+
+    return make() if tables else kept((dims, gpu, layout, more), make)
 
 
 def _tabulate(

@@ -12,11 +12,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,8 +22,15 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kinds import AnyPath
+from eldr_sim.lazy import Lazy
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers, read_table, text_errors
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"

@@ -6,6 +6,8 @@ once and then one row group. ``python -m eldr_sim.kernel_profiles.tables.library
 tables of a folder (as ``profile`` and the makers in ``sources`` write them) to those that ship;
 a table of the same name is replaced."""
 
+from __future__ import annotations
+
 import json
 import re
 import sys
@@ -16,15 +18,20 @@ from functools import cache, lru_cache
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eldr_sim.kernel_profiles.tables import format
+from eldr_sim.lazy import Lazy
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 _INDEX = "index"
 _COLUMNS = ("name", "kind", "gpu", "shape", "group", "first", "rows", "columns", "metadata")

@@ -1,15 +1,23 @@
 """The two tables of a result: one row a request, one row a step."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.arrays import Array, Floats, Records
+from eldr_sim.lazy import Lazy
 from eldr_sim.parquet import column, texts
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.state import OUTCOMES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+else:
+    pa = Lazy("pyarrow")
 
 ROWS = 1 << 20  #: steps of a table, as many as a row group of Parquet has
 

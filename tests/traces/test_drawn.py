@@ -37,7 +37,8 @@ def test_the_cache_holds_drawn_routing_once(few):
     trace = drawn_trace("Qwen3-30B-A3B", Shape(2, 128, 8), (("code", 1.0),))
     assert trace.bits.size
     kept = [file for file in cache.files() if file.part != cache.NUMBA]
-    assert {file.part for file in kept} == {cache.TRACES}
+    assert not any(file.path.suffix == ".bits" for file in kept)
+    assert any(file.part == cache.TRACES for file in kept)
     assert sum(file.size for file in kept) < 1.5 * trace.experts.nbytes < trace.bits.nbytes
 
 

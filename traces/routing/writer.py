@@ -1,20 +1,21 @@
 """Writer of routing traces: a whole and valid folder of format v2, or nothing."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
+from eldr_sim.lazy import Lazy
 from eldr_sim.outputs import whole_folder
 from eldr_sim.parquet import column, texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
@@ -28,6 +29,12 @@ from eldr_sim.traces.routing.manifest import (
     manifest_error,
     save_ids,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 
 def write_trace(
@@ -124,7 +131,7 @@ def _requests_table(prompt_rows: bool, **columns: Any) -> pa.Table:
     columns["first_row"] = np.cumsum(rows) - rows
     arrays = [
         texts(columns[name], np.arange(n))
-        if kind == pa.string()
+        if kind == "string"
         else column(np.asarray(columns[name]), str(kind))
         for name, kind in COLUMNS.items()
     ]

@@ -1,7 +1,7 @@
 """How a field of a configuration is typed and shown: a mark beside the field's declaration."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from pydantic.fields import FieldInfo
@@ -23,6 +23,9 @@ class Option:
     repeated: bool = False  #: the flag may be given several times
 
 
+_NONE = Option()
+
+
 def option_of(name: str, field: FieldInfo) -> Option:
     """Return the mark of a field, from its type and its declaration.
 
@@ -33,14 +36,9 @@ def option_of(name: str, field: FieldInfo) -> Option:
     Returns:
         How the field is typed and shown.
     """
-    option = Option()
+    option = _NONE
     for mark in [*_marks(field.annotation), *(m for m in field.metadata if isinstance(m, Option))]:
-        given = {
-            each.name: getattr(mark, each.name)
-            for each in fields(mark)
-            if getattr(mark, each.name) != each.default
-        }
-        option = replace(option, **given)
+        option = replace(option, **{k: v for k, v in vars(mark).items() if v != vars(_NONE)[k]})
     if not option.unit:
         unit = next((unit for end, unit in _SUFFIXES.items() if name.endswith(end)), "")
         option = replace(option, unit=unit)

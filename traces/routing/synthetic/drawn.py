@@ -23,7 +23,6 @@ from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
-from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 
 Split = Literal["calibration", "serving"]
 #: Modules that say what is drawn: when they change, it is drawn anew.
@@ -118,6 +117,8 @@ def draw_served(
     **more: Any,
 ) -> None:
     """Draw as many requests as the default routing has; ``more``: of `synthesize`."""
+    from eldr_sim.traces.routing.synthetic.synthesize import synthesize  # only what is not kept
+
     shares = [weights.get(name, 0.0) / sum(weights.values()) for name in model.domains]
     synthesize(
         model, folder, requests=SERVING, calibration=CALIBRATION, prompt_len=None,
