@@ -268,7 +268,10 @@ class Actions:
 
     def _empty(self, w: int) -> None:
         """Leave an engine as it began, but for its speed and the tokens that it has computed."""
-        worker = self.workers[w]
+        worker, request = self.workers[w], int(self.workers[w]["fetched_head"])
+        while request >= 0:  # whose KV caches are here no more
+            self.cluster.arrays.engines.tables[request, 0] = 0
+            request = int(self.requests["newer"][request])
         slowdown, begun = worker["slowdown"], worker["begun_tokens"]
         self.workers[w] = self._blank[w]
         worker["slowdown"], worker["next_start"] = slowdown, np.inf

@@ -165,7 +165,7 @@ def make_run(
                 tiers,
                 spec.windows.groups,
                 spec.windows.window,
-                tree=bool(pools["fills_up"].all()) and not spec.tiers,
+                tree=bool(pools["fewest_first"].all()) and not spec.tiers,
             ),
             pending=np.zeros((most_pending, 2), np.int64),
             sessions=sessions,
@@ -230,12 +230,15 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     pools["prefix_caching"] = spec.enable_prefix_caching & ~whole
     pools["whole_prompts"] |= whole
     takes_over = np.isin(pools["router"], pools["then"])  # who fetches KV caches
+    decodes = pools["then"] == state.HERE
     pools["whole_prompts"] &= ~takes_over
     pools["mixed_steps"] |= takes_over
-    pools["poll_steps"][takes_over], pools["wait_steps"][takes_over] = 1, 0
-    decodes = pools["then"] == state.HERE
+    pools["poll_steps"][takes_over | ~decodes], pools["wait_steps"][takes_over] = 1, 0
     pools["balance_steps"][takes_over | ~decodes | (pools["group_size"] == 1)] = 0
-    pools["reserve"][pools["then"] != state.HERE] = state.OF_PROMPT
+    sglang = pools["fewest_first"].copy()
+    pools["reserve"][~decodes & ~sglang] = state.OF_PROMPT
+    pools["mixed_steps"] &= decodes | ~sglang
+    pools["prefix_caching"] &= ~(takes_over & sglang)  # `_handle_pd_disaggregation`
     pools["own_experts"] = own_experts
     pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0
     pools["prefill_schedule_interval"][[engine.group is None for engine in engines]] = 1
@@ -243,11 +246,11 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
     pools["allocates_chunks"] &= ~pools["whole_prompts"] & (not spec.tiers)
-    # SGLang drafts without overlap, and hands over by other loops, which are not followed here.
+    # SGLang drafts without overlap, and takes over by another loop, which is not followed here.
     drafting = np.array([e.speculation is not None for e in engines])
-    other = pools["fewest_first"] & (takes_over | ~decodes)
+    other = sglang & takes_over
     pools["fills_up"] &= ~other
-    ahead = pools["async_scheduling"] & ~other & ~(pools["fewest_first"] & drafting)
+    ahead = pools["async_scheduling"] & ~other & ~(sglang & drafting)
     pools["frees_late"] &= ahead
     pools["rides_from"][~ahead] = 0
     pools["always_pads"] = [engine.engine != "vllm" for engine in engines]

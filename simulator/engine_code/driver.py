@@ -162,6 +162,12 @@ class EngineScheduler:
             self.of.pop(name, None)
             self.sequences.pop(name, None)
 
+    def free_source(self, request: Request) -> None:
+        """Free the KV cache of a request, which another worker has fetched."""
+        self.release(request)
+        if self.waits_for_blocks:
+            self.worker.wake()
+
     def abort(self, request: Request) -> None:
         """Take a request out, wherever it is, and its KV blocks."""
         for queue in (self.arrived, self.leaving):

@@ -48,13 +48,14 @@ from eldr_sim.simulator.plane.choose import (
 )
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.entry import stays
-from eldr_sim.simulator.plane.events import drop_first, leave, schedule, wake
+from eldr_sim.simulator.plane.events import drop_first, leave, schedule
 from eldr_sim.simulator.plane.front_end import FrontEnd, on_collected, on_read, on_tokenized, send
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, withdraw
+from eldr_sim.simulator.plane.kv.block_lists import holds
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, withdraw
 from eldr_sim.simulator.plane.kv.kv_manager import Engines, side_of
 from eldr_sim.simulator.plane.scheduler.admission import blocks_are_pulled, blocks_have_come, fetch
 from eldr_sim.simulator.plane.scheduler.engine import boundary, leave_stages, take
-from eldr_sim.simulator.plane.scheduler.queues import give_back, remove, waits_for_blocks
+from eldr_sim.simulator.plane.scheduler.queues import drop_fetched, free_source, give_back, remove
 from eldr_sim.simulator.plane.sessions import arrive, go_on
 from eldr_sim.simulator.plane.steps.executor import Scratch, run_step
 from eldr_sim.simulator.plane.steps.group_state import Groups
@@ -182,7 +183,8 @@ def detach(
             give_back(clock, events, engines, w, request)  # nobody has taken it over yet
         else:
             remove(clock, events, engines, w, request)
-    if source >= 0 and not record.kv_here:
+    if source >= 0 and (not record.kv_here or holds(engines.tables[request, 0])):
+        drop_fetched(engines, source, request)
         give_back(clock, events, engines, source, request)
     if record.reserved >= 0:
         engines.workers[record.reserved].n_waiting -= 1
@@ -369,9 +371,7 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
             continue
         record.transfer_end_s = clock[0].now
         w = record.source
-        release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
-        if waits_for_blocks(engines.workers[w]):
-            wake(clock, events, engines.workers, w)
+        free_source(clock, events, engines, w, request)
         record.kv_here = True
         take(clock, events, engines, record.worker, request)
 

@@ -279,6 +279,11 @@ WORKER = np.dtype(
         ("begun_tokens", np.int64),  # those of all steps so far,
         ("computed_tokens", np.int64),  # and of the steps that had ended at the last boundary
         ("context", np.int64),  # tokens of KV cache of the batch
+        ("contexts", np.int64),  # requests that hold KV blocks
+        # SGLang's prefill workers: KV caches that have been fetched since the loop looked, linked
+        # by REQUEST.newer.
+        ("fetched_head", np.int64),
+        ("fetched_tail", np.int64),
         ("n_blank", np.int64),  # KV blocks without contents
         ("n_idle", np.int64),  # free KV blocks with contents
         ("n_made", np.int64),  # records of BLOCK in use so far

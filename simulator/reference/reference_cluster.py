@@ -325,9 +325,7 @@ class ReferenceCluster:
         """Free the blocks at the source; the request can decode."""
         request.transfer_end_s = self.env.now
         source, target = self.workers[request.source], self.workers[request.worker]
-        source.scheduler.kv.release(request)
-        if source.scheduler.waits_for_blocks:
-            source.wake()
+        source.scheduler.free_source(request)
         request.kv_here = True
         target.take(request)
 

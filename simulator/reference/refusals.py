@@ -5,7 +5,6 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.run_inputs import RunInputs
-from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.setup.config.engine_rules import EngineRules
 
 
@@ -32,7 +31,7 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
                       for engine in others for name in ruled)
         or any(follows[p.name] not in ("", p.engine.engine) for p in spec.pools),
         "topology": len(spec.routers) > 2
-        or any(pool.then != HERE or pool.router in handed_to for pool in fills_up),
+        or any(pool.router in handed_to for pool in fills_up),
         "workload": workload.parent is not None or workload.n_warming > 0,
         "max_active_sessions": spec.max_active_sessions is not None,
         "kv_tiers": bool(spec.tiers),

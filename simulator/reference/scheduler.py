@@ -114,6 +114,12 @@ class Scheduler:
         if self.kv in request.tables:
             self.kv.release(request)
 
+    def free_source(self, request: Request) -> None:
+        """Free the KV cache of a request, which another worker has fetched."""
+        self.kv.release(request)
+        if self.waits_for_blocks:
+            self.worker.wake()
+
     # --- how things stand ---
 
     @property

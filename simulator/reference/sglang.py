@@ -256,8 +256,12 @@ class SglangScheduler(Scheduler):
         promised to others (``add_one_req``)."""
         found, idle = self.kv.look_up(request)
         new = -(-request.tokens // self.kv.size) - found + idle + request.window_blocks
-        wanted = new * self.kv.size + min(request.output_len - request.generated, _CLIPPED)
+        wanted = new * self.kv.size + self.to_come(request)
         return bool(wanted >= self.free_tokens - self.promised())
+
+    def to_come(self, request: Request) -> int:
+        """Return the outputs that a request has room for when it is admitted."""
+        return min(request.output_len - request.generated, _CLIPPED)
 
     def promised(self) -> float:
         """Return the tokens that outputs are expected to take: a share of what is to come, and

@@ -21,6 +21,7 @@ from eldr_sim.simulator.reference.clock import STEP
 from eldr_sim.simulator.reference.requests import Request, Sequence
 from eldr_sim.simulator.reference.scheduler import Scheduler
 from eldr_sim.simulator.reference.sglang import SglangScheduler
+from eldr_sim.simulator.reference.sglang_prefill import SglangPrefill
 from eldr_sim.simulator.setup.cluster_spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Worker:
         self.capture_s = 0.0 if pool.decodes else cluster.spec.capture_s  # of signatures
         self.whole_prompts = layout is not None and layout.whole_prompts
         self.speculation = cluster.speculations.get(pool.name)
-        its: type[Scheduler] = SglangScheduler if pool.engine.rules.fills_up else Scheduler
-        self.scheduler = (self.scheduler_class or its)(self, only_prompts=not pool.decodes)
+        its = self.scheduler_class or scheduler_class(pool)
+        self.scheduler = its(self, only_prompts=not pool.decodes)
         self.group: EngineGroup  #: the engines that step with it
         self.alive, self.slowdown = True, 1.0
         self.step_end = -math.inf  #: of the step in progress, or the last one
@@ -377,3 +378,10 @@ def worker_class(pool: PoolSpec, takes_over: bool) -> type[Worker]:
     if pool.then != HERE:
         return Prefiller
     return Decoder if takes_over else Colocated
+
+
+def scheduler_class(pool: PoolSpec) -> type[Scheduler]:
+    """Return the scheduler of a pool's engines."""
+    if not pool.engine.rules.fills_up:
+        return Scheduler
+    return SglangScheduler if pool.then == HERE else SglangPrefill

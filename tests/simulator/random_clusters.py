@@ -291,14 +291,14 @@ def random_cluster(
 ):
     """Return the arguments of a random cluster, but for its policies.
 
-    ``sglang``: options of SGLang's scheduler, of which co-located engines have the rules.
+    ``sglang``: options of SGLang's scheduler, whose rules engines have that hand nothing over.
 
     Most have KV blocks for hardly more than the largest request, and requests that come faster
     than they are served.
     """
     rng = np.random.default_rng(seed)
     drafts = drafts if topology[1] else 0  # who only computes prompts drafts nothing
-    if sglang is not None and topology[0] == 0:
+    if sglang is not None and 0 in topology:
         drafts, windows = 0, None
 
     def some(*values):
@@ -335,7 +335,7 @@ def random_cluster(
             )  # fmt: skip
             speculation = random_speculation(rng, drafts, pass_cost, some("mtp", "mtp", "ngram"))
         engine = EngineSpec(step_time, seqs, budget, max(1, n_blocks), speculation=speculation)
-        if sglang is not None and topology[0] == 0:
+        if sglang is not None and 0 in topology:
             rules = rules_of("sglang", SchedulerConfig(**sglang), budget, 1)
             engine = dataclasses.replace(engine, rules=rules, engine="sglang")
         engines.append(engine)

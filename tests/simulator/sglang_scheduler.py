@@ -17,15 +17,16 @@ from pathlib import Path
 _LOADER = Path(__file__).parents[2] / "simulator" / "engine_code" / "sglang_config.py"
 
 
-def load_sglang():
-    """Return SGLang's modules, and its scheduler without an engine."""
+def load_config():
+    """Return the module that loads SGLang."""
     spec = importlib.util.spec_from_file_location("sglang_config", _LOADER)
     config = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(config)
-    return config.load_sglang()
+    return config
 
 
-sglang = load_sglang()
+config = load_config()
+sglang = config.load_sglang()
 
 
 class EndedError(Exception):

@@ -194,9 +194,9 @@ needs_sglang = pytest.mark.skipif(
 )
 
 
-def as_sglang_does(cases):
+def as_sglang_does(cases, script="sglang_scheduler.py"):
     """Return what SGLang's own scheduler does with cases."""
-    command = [os.environ["SGLANG_PYTHON"], str(_HERE / "sglang_scheduler.py")]
+    command = [os.environ["SGLANG_PYTHON"], str(_HERE / script)]
     done = subprocess.run(
         command, input=json.dumps(cases), capture_output=True, text=True, check=True
     )

@@ -114,3 +114,9 @@ def note(kv: Any, w: int, writer: int, number: int, stored: int) -> None:
     event[0], event[2] = w, stored
     event[1] = kv.prefix_indptr[writer] + end // kv.prefix_block_tokens - 1
     kv.n_events[0] += 1
+
+
+@compiled()
+def holds(table: Any) -> Any:
+    """Whether a request holds KV blocks."""
+    return bool(table.listed + table.private > 0)

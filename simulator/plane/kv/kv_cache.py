@@ -30,6 +30,7 @@ from eldr_sim.simulator.plane.kv.block_lists import (
     block_hash,
     forget,
     give_up_record,
+    holds,
     n_shared,
     new_record,
     note,
@@ -340,6 +341,7 @@ def match(kv: KVCache, first: int, request: int, tokens: int, out: Any) -> None:
 def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, new: int) -> None:
     """Hold ``found`` blocks of a request, and ``new`` free ones, the least recently freed first."""
     table = tables[request, side]
+    workers[w].contexts += 1
     if is_tree(kv):
         last, found = radix_tree.end_of(kv, w, request, np.int64(table.found))
         radix_tree.hold_path(kv.tree, workers, w, last, np.int64(1))
@@ -485,6 +487,7 @@ def _store(kv: Any, workers: Any, w: int, key: int, request: int) -> Any:
 def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int) -> None:
     """Give the blocks of a request back; contents that can be found stay until evicted."""
     table = tables[request, side]
+    workers[w].contexts -= holds(table)
     if is_tree(kv):
         last, _ = radix_tree.end_of(kv, w, request, np.int64(table.listed))
         radix_tree.hold_path(kv.tree, workers, w, last, np.int64(-1))

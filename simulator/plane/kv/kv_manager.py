@@ -392,6 +392,8 @@ def _lacks_share(engines: Engines, w: int, request: int, blocks: int) -> Any:
     what is promised to others."""
     record, size = engines.requests[request], engines.settings[0].block_size
     wanted = blocks * size + min(record.output_len - record.generated, _CLIPPED)
+    if only_prompts(engines, w):
+        wanted = blocks * size + 1
     return bool(wanted >= free_tokens(engines, w) - promised(engines, w))
 
 
@@ -468,6 +470,8 @@ def promised(engines: Engines, w: int) -> Any:
     `PrefillAdder`): a share of what is to come, as far as outputs are known, and whole outputs of
     those that join."""
     worker, late = engines.workers[w], engines.pools[engines.pool_of[w]].frees_late
+    if only_prompts(engines, w):  # one of each
+        return float(worker.filled)
     tokens = worker.share * float(worker.ended_places)
     if engines.pools[engines.pool_of[w]].mixed_steps:
         tokens += float(n_held(worker))
@@ -509,6 +513,17 @@ def count_context(engines: Engines, w: int, request: int, slots: int) -> None:
 def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
     """Give the blocks of a sequence back that have room for ``slots`` tokens."""
     count_context(engines, w, request, slots)
+    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
+
+
+@compiled()
+def free_prompt(engines: Engines, w: int, request: int) -> None:
+    """Give the blocks of a prompt back that another worker has, or needs not: in a tree it is the
+    context that was used last (SGLang's ``release_kv_cache``)."""
+    if is_tree(engines.kv) and engines.pools[engines.pool_of[w]].prefix_caching:
+        record = engines.requests[request]
+        n = (record.prompt_len + record.generated) // engines.settings[0].block_size
+        radix_tree.use(engines.kv, engines.workers, w, request, n)
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
 
 

@@ -212,7 +212,10 @@ def _is_open(engines: Engines, w: int, drafts: int) -> Any:
 
 @compiled()
 def _places(worker: Any, pool: Any) -> Any:
-    """Return the places in the batch that are free."""
+    """Return the places in the batch that are free; in SGLang's prefill workers a context holds one
+    until it has been fetched."""
+    if pool.fills_up and pool.then != HERE:
+        return pool.max_num_seqs - worker.contexts
     held = worker.batch + worker.prefilling + worker.leaving
     return pool.max_num_seqs - held - worker.riding - worker.ended_places - worker.unfiltered
 
@@ -230,7 +233,9 @@ def _goes_on(engines: Engines, w: int, before: int) -> Any:
         worker.full = worker.full or promised(engines, w) >= free_tokens(engines, w)
     if worker.full or not waits_for_blocks(worker) or (left <= 0 and not begins):
         return False
-    worker.full = _places(worker, pool) <= 0
+    begun = only_prompts(engines, w) and worker.prefilling > 0  # it counts twice
+    begun = begun and engines.sequences[w, worker.batch].ticket <= worker.last_admitted
+    worker.full = _places(worker, pool) <= begun
     return bool(not worker.full)
 
 

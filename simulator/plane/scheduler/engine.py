@@ -260,8 +260,11 @@ def boundary(
         schedule_step(clock, events, engines.workers, w)
     if pool.caches_late and pool.frees_late:
         _publish_known(engines, w, True)
-    if worker.ended_places > 0 or worker.ended_head >= 0:
-        _free_ended(clock, engines, w)
+    if worker.ended_places > 0 or max(worker.ended_head, worker.fetched_head) >= 0:
+        if pool.fills_up and kv_manager.only_prompts(engines, w):
+            _free_prompts(engines, w)
+        else:
+            _free_ended(clock, engines, w)
         if has_step(worker):
             worker.one_step = True  # others may take their places in the step after it
         else:
@@ -280,7 +283,7 @@ def _open_batch(engines: kv_manager.Engines, w: int) -> None:
     """Let SGLang admit requests again where a chunk has left the last batch
     (`get_next_batch_to_run`), or nothing runs and its loop goes round once more."""
     worker = engines.workers[w]
-    if worker.prefilling > 0:
+    if worker.prefilling > 0 or kv_manager.only_prompts(engines, w):
         worker.full = False
     if worker.batch + worker.prefilling + worker.riding + worker.ended_places > 0:
         return
@@ -310,6 +313,8 @@ def _close_batch(
             _let_ride(worker)
             worker.unfiltered = 0
             retract(clock, engines, w, log, gaps)
+        return
+    if kv_manager.only_prompts(engines, w):
         return
     leaves = not worker.one_step and worker.unfiltered > 0  # else it has been planned already
     _let_ride(worker)
@@ -363,12 +368,14 @@ def _is_idle(worker: Any) -> Any:
 def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> None:
     """Take out sequences whose prompts are computed; places stay until the last stage."""
     worker, sequences = engines.workers[w], engines.sequences
-    frees_late, kept = engines.pools[engines.pool_of[w]].frees_late, 0
+    pool, kept = engines.pools[engines.pool_of[w]], 0
+    frees_late = pool.frees_late
     for i in range(worker.prefilling):
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
-            kv_manager.publish_tokens(engines, w, request, sequences[w, i].computed)
-            if engines.pools[engines.pool_of[w]].then >= 0:
+            if not (pool.fills_up and frees_late and worker.exit_s <= clock[0].now):
+                kv_manager.publish_tokens(engines, w, request, sequences[w, i].computed)
+            if pool.then >= 0:
                 kv_manager.slide_context(engines, w, request, sequences[w, i].computed)
             if worker.exit_s > clock[0].now:
                 worker.leaving += 1
@@ -403,9 +410,11 @@ def end_prompt(
     clock: Any, engines: kv_manager.Engines, w: int, request: int, frees_late: bool
 ) -> None:
     """Hand over a request with a computed prompt, or end it."""
-    record = engines.requests[request]
+    record, pool = engines.requests[request], engines.pools[engines.pool_of[w]]
     record.prefill_end_s = clock[0].now
-    if engines.pools[engines.pool_of[w]].then >= 0:
+    if pool.then >= 0:
+        if pool.fills_up and frees_late:
+            _release(engines, w, request, True)
         leave(clock, engines, state.PENDING_HAND_OVER, request)
         return
     record.first_token_s = record.finish_s = clock[0].now
@@ -428,13 +437,7 @@ def _release(engines: kv_manager.Engines, w: int, request: int, late: bool) -> N
 def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     """Free the places and KV blocks of the sequences that the last step completed."""
     worker, side = engines.workers[w], kv_manager.side_of(engines, w)
-    pool = engines.pools[engines.pool_of[w]]
-    before: Any = np.int64(-1)
-    at: Any = np.int64(worker.ended_head)
-    while at >= 0:  # the last one stands first
-        behind = np.int64(engines.requests[at].next)
-        engines.requests[at].next = before
-        before, at = at, behind
+    pool, before = engines.pools[engines.pool_of[w]], _in_order(engines, w)
     while before >= 0:
         behind = np.int64(engines.requests[before].next)
         record = engines.requests[before]
@@ -449,6 +452,40 @@ def _free_ended(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     if pool.fills_up and not (pool.mixed_steps and kv_manager.plans_prompts(worker)):
         worker.unfiltered += worker.ended_places
     worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
+
+
+@compiled()
+def _in_order(engines: kv_manager.Engines, w: int) -> Any:
+    """Return the first of the sequences that the last step completed; the last one stood first."""
+    before: Any = np.int64(-1)
+    at: Any = np.int64(engines.workers[w].ended_head)
+    while at >= 0:
+        behind = np.int64(engines.requests[at].next)
+        engines.requests[at].next = before
+        before, at = at, behind
+    return before
+
+
+@compiled()
+def _free_prompts(engines: kv_manager.Engines, w: int) -> None:
+    """Let others find the prompts that the last step of an SGLang's prefill worker completed, and
+    free what has been fetched, or is not (`process_disagg_prefill_inflight_queue`)."""
+    worker, requests, first = engines.workers[w], engines.requests, _in_order(engines, w)
+    at: Any = np.int64(first)
+    while at >= 0:
+        tokens = requests[at].prompt_len + requests[at].generated
+        kv_manager.publish_tokens(engines, w, at, tokens)
+        at = np.int64(requests[at].next)
+    at = np.int64(worker.fetched_head)
+    while at >= 0:
+        kv_manager.free_prompt(engines, w, at)
+        at = np.int64(requests[at].newer)
+    at = np.int64(first if engines.pools[engines.pool_of[w]].then < 0 else -1)
+    while at >= 0:
+        kv_manager.free_prompt(engines, w, at)
+        at = np.int64(requests[at].next)
+    worker.ended_head = worker.fetched_head = np.int64(-1)
+    worker.ended_places = np.int64(0)
 
 
 @compiled()
@@ -521,6 +558,6 @@ def make_workers(pools: Records, pool_of: Ints) -> Records:
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
                  "arrived_head", "preempted_head", "loading_head", "late_head", "ended_head",
-                 "balanced_step"):  # fmt: skip
+                 "fetched_head", "fetched_tail", "balanced_step"):  # fmt: skip
         workers[name] = -1
     return workers

@@ -13,7 +13,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import wake
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.kv.kv_loads import have_come
-from eldr_sim.simulator.plane.kv.kv_manager import Engines, side_of
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, free_prompt, side_of
 from eldr_sim.simulator.plane.state import HERE
 
 
@@ -110,6 +110,41 @@ def _meld(requests: Any, one: int, other: int) -> Any:
 def waits_for_blocks(worker: Any) -> Any:
     """Whether requests wait that KV blocks, when they become free, may let in."""
     return bool(worker.new_head >= 0 or worker.preempted_head >= 0)
+
+
+@compiled()
+def free_source(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Free the KV cache of a request that another worker has fetched; SGLang's loop looks when it
+    has processed a step's output."""
+    worker, pool, requests = engines.workers[w], engines.pools[engines.pool_of[w]], engines.requests
+    if pool.fills_up and pool.frees_late and worker.next_start > clock[0].now:
+        requests[request].newer = -1
+        if worker.fetched_head < 0:
+            worker.fetched_head = request
+        else:
+            requests[worker.fetched_tail].newer = request
+        worker.fetched_tail = request
+        return
+    free_prompt(engines, w, request)
+    if waits_for_blocks(worker):
+        wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def drop_fetched(engines: Engines, w: int, request: int) -> None:
+    """Remove a request from the list of fetched KV caches; it may not be there."""
+    worker, requests = engines.workers[w], engines.requests
+    before, at = np.int64(-1), np.int64(worker.fetched_head)
+    while at >= 0 and at != request:
+        before, at = at, np.int64(requests[at].newer)
+    if at < 0:
+        return
+    if before < 0:
+        worker.fetched_head = requests[at].newer
+    else:
+        requests[before].newer = requests[at].newer
+    if worker.fetched_tail == at:
+        worker.fetched_tail = before
 
 
 @compiled()
