@@ -531,7 +531,13 @@ def summary_of(
         "lookups_outside_tables": outside,
         "latency_warnings": [
             *_warnings(config, prepared),
-            *load_warnings(config.requests, workload, summary["error_band"], config.output.goodput),
+            *load_warnings(
+                config.requests,
+                workload,
+                summary["error_band"],
+                config.output.goodput,
+                config.engine.engine_version,
+            ),
         ],
         "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if config.cluster.hands_over else [],

@@ -46,3 +46,14 @@ def test_more_requests_in_flight_than_were_compared_are_named(together, many):
 )
 def test_a_bound_on_tpot_of_answers_of_one_token_is_named(fields, idle):
     assert said("has no TPOT", **fields) == idle
+
+
+@pytest.mark.parametrize(
+    ("engine", "old"),
+    [
+        ("vllm==0.7.4", True), ("vllm==0.9", False), ("vllm", False), ("sglang==0.4.3", True),
+        ("sglang==0.4.6", False), ("trtllm==0.17", True), ("trtllm==1.2", False),
+    ],
+)  # fmt: skip
+def test_an_engine_older_than_all_compared_runs_is_named(engine, old):
+    assert said("older than all runs", engine=engine) == old
