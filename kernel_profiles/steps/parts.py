@@ -200,13 +200,23 @@ class Parts:
 
     def _moe_table(self, ranks: int, backend: MoEBackend) -> format.LatencyTable | None:
         """Find the rows of a backend's kernel for the experts of one of ``ranks``."""
-        return self._table(
-            "moe",
-            self.model,
-            shape=format.moe_shape_of(self.model, ranks),
-            dtype=format.MOE_DTYPES[self.model.expert_dtype],
-            kernel="" if backend == "auto" else backend,
+        kernels: list[str] = ["" if backend == "auto" else backend]
+        whole = self.parallelism.n_expert_ranks == 1
+        if backend == "auto" and self.engine.name == "sglang" and whole:
+            # Of GPT-OSS SGLang takes triton_kernels on Hopper, as vLLM, unless experts are
+            # spread (server_args.py: moe_runner_backend); its own rows are of fused_moe_triton.
+            kernels[:0] = ["oaitriton"] if self.model.expert_dtype == "mxfp4" else []
+        found = (
+            self._table(
+                "moe",
+                self.model,
+                shape=format.moe_shape_of(self.model, ranks),
+                dtype=format.MOE_DTYPES[self.model.expert_dtype],
+                kernel=kernel,
+            )
+            for kernel in kernels
         )
+        return next((table for table in found if table is not None), None)
 
     def _no_less(self, layer: moe_latency.MoELatency) -> moe_latency.MoELatency:
         """Bound a MoE layer from below by what the GPU can read and compute."""

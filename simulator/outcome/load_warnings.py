@@ -10,7 +10,6 @@ from eldr_sim.simulator.setup.config.groups import ServiceLevel
 from eldr_sim.simulator.setup.config.requests import WorkloadConfig
 from eldr_sim.traces.workload import Workload
 
-
 #: The oldest versions whose published runs are behind the error bands
 #: (``validation/published/rows/runs.csv``); tables are of newer ones.
 _OLDEST: Mapping[str, tuple[int, ...]] = {"vllm": (0, 9), "sglang": (0, 4, 6), "trtllm": (1, 2)}

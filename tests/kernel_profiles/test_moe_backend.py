@@ -8,7 +8,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables.library import shipped_tables
+from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
 
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
 
@@ -90,3 +90,14 @@ def test_a_table_of_marlin_makes_the_refused_run_possible():
     own = type(table)(table.metadata.model_copy(update={"gpu": "B200"}), table.columns)
     found = made("GPT-OSS-120B", "B200", moe_backend="marlin", tables=[own])
     assert "marlin" in found.provenance["moe"]["kernel_source"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "kernel"),
+    [("H200", 1, "oaitriton"), ("H200", 2, "fused_moe_triton"), ("B200", 1, "trtllm_moe")],
+)
+def test_sglang_takes_the_kernels_of_gpt_oss_that_it_chooses(gpu, ranks, kernel):
+    """triton_kernels on Hopper without expert parallelism, FlashInfer's on Blackwell."""
+    layout = Parallelism(2, ranks > 1)
+    found = made("GPT-OSS-120B", gpu, parallelism=layout, engine=Engine("sglang"))
+    assert kernel in found.provenance["moe"]["kernel_source"]
