@@ -31,7 +31,8 @@ def refuse(inputs: RunInputs, chosen: Mapping[str, type[Any]]) -> None:
                       for engine in others for name in ruled)
         or any(follows[p.name] not in ("", p.engine.engine) for p in spec.pools),
         "topology": len(spec.routers) > 2
-        or any(pool.router in handed_to for pool in fills_up),
+        or any(pool.router in handed_to for pool in fills_up
+               if getattr(chosen.get(pool.name), "scheduler_class", None) is None),
         "workload": workload.parent is not None or workload.n_warming > 0,
         "max_active_sessions": spec.max_active_sessions is not None,
         "kv_tiers": bool(spec.tiers),

@@ -1,9 +1,10 @@
 """Our rules of SGLang's workers that hand KV caches over against SGLang's own, step by step.
 
-`sglang_apart.py` runs the loop of ``disaggregation/prefill.py`` of sglang 0.5.9 on a virtual clock;
-``sglang_prefill_steps.json`` has what it did, with KV that suffices or does not, with and without
-the radix cache, and with transfers that take longer than a step or no time. ``SGLANG_PYTHON`` lets
-it do so again (``VLLM_RECORD=1`` records it).
+`sglang_apart.py` runs the loops of ``disaggregation/prefill.py`` and ``decode.py`` of sglang 0.5.9
+on a virtual clock; ``sglang_prefill_steps.json`` and ``sglang_decode_steps.json`` have what they
+did, with KV that suffices or does not, with and without the radix cache, and with transfers that
+take longer than a step or no time. ``SGLANG_PYTHON`` lets them do so again (``VLLM_RECORD=1``
+records it). Of decode workers only the scheduler of `sglang_decoder` has the rules so far.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
 from eldr_sim.simulator.setup.transfer import TransferModel
 
 from ..on_each import on_each
+from .sglang_decoder import SglangDecoder
 from .test_engine_by_hand import by_hand
 from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, options, request
 from .test_sglang_scheduler import as_sglang_does, needs_sglang
 from .test_vllm_scheduler import check_recorded, with_paths, with_tokens
 
 _PREFILL = Path(__file__).parent / "sglang_prefill_steps.json"
+_DECODE = Path(__file__).parent / "sglang_decode_steps.json"
+_SLOWER = 1.0003  #: prompts, so that no KV cache comes just as a step ends
 _N_LOADS = 48
 _SHARED = 4
 
@@ -100,6 +105,60 @@ def ours(make_cluster, make_workload, given):
     )  # fmt: skip
 
 
+def outputs(seed):
+    """Requests, and the settings of a decode worker: every other load has scarce KV."""
+    rng, scarce = np.random.default_rng([92, seed]), seed % 2
+    n = int(rng.integers(4, 25))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
+    requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(1, 40))) for a in at]
+    wanted = {"worker": "decode", "chunk": 300, "mixed": False}
+    wanted |= {"seats": int(rng.choice([4, 33])) if scarce else 33}
+    wanted |= {"tokens": int(rng.choice([160, 256, 400])) if scarce else 1 << 15}
+    wanted |= {"recv_interval": int(rng.choice([1, 4]))}
+    wanted |= {"reserved": int(rng.choice([2, 16])) if scarce else 512}
+    costs = {"step": STEP_S, "token": _SLOWER * TOKEN_S, "chunk_step": _SLOWER * CHUNK_STEP_S}
+    return {"requests": requests, "settings": wanted, "costs": costs | {"riders": 1}}
+
+
+@on_each("seed", range(_N_LOADS))
+def test_the_readable_decode_worker_equals_sglangs_loop(make_cluster, make_workload, seed):
+    """A prefill worker for each request; so KV caches come as long after there is room for them."""
+    given, theirs = outputs(seed), json.loads(_DECODE.read_text())[seed]
+    wanted, requests, costs = given["settings"], given["requests"], given["costs"]
+    told = options(scheduler_recv_interval=wanted["recv_interval"])
+    columns = ([r[name] for r in requests] for name in ("at", "prompt", "output"))
+    engine = {"max_num_seqs": wanted["seats"], "max_num_batched_tokens": wanted["chunk"]}
+    engine["rules"] = rules_of("sglang", told, wanted["chunk"], 1)
+    prompt = by_hand(STEP_S, costs["token"], costs["chunk_step"], seqs=wanted["seats"])
+    cluster = make_cluster(
+        make_workload(*columns), n_prefill=len(requests),
+        prefill=engine | {"step_time": prompt, "n_blocks": 200},
+        decode=engine | {"step_time": by_hand(STEP_S, seqs=wanted["seats"]),
+                         "n_blocks": wanted["tokens"]},
+        block_size=1, async_scheduling=True, enable_prefix_caching=False, prompts=False,
+        reserves_early=True,
+    )  # fmt: skip
+    worker = type("Worker", (SglangDecoder,), {"reserved_tokens": wanted["reserved"]})
+    record = ReferenceCluster(cluster.inputs, workers={"decode": worker}).run()
+    steps = record.decode_steps
+    found = np.column_stack([steps[name] for name in ("start", "end", "tokens")])
+    np.testing.assert_allclose(found[: len(theirs["steps"])], theirs["steps"], rtol=1e-9)
+    np.testing.assert_allclose(record.requests["first_token_s"], theirs["first"], rtol=1e-9)
+    np.testing.assert_allclose(record.requests["finish_s"], theirs["finish"], rtol=1e-9)
+    assert record.requests["preemptions"].tolist() == theirs["retracted"]
+
+
+def as_decoded(done):
+    """Steps until the last end, begin, end and sequences, and what happened to requests."""
+    told = {name: [r[name] for r in done["requests"]] for name in ("first", "finish", "retracted")}
+    steps = [
+        [s["start"], s["end"], len(s["decodes"])]
+        for s in done["steps"]
+        if s["start"] < max(told["finish"])
+    ]
+    return {"steps": steps} | told
+
+
 def as_recorded(done):
     """Steps, begin, end, prompt tokens and prompts, and cached tokens of requests."""
     steps = [
@@ -118,3 +177,9 @@ def as_theirs(cases):
 def test_sglang_does_what_was_recorded_of_prefill_workers():
     done = as_theirs([prompts(seed) for seed in range(_N_LOADS)])
     check_recorded(_PREFILL.name, list(map(as_recorded, done)))
+
+
+@needs_sglang
+def test_sglang_does_what_was_recorded_of_decode_workers():
+    done = as_theirs([outputs(seed) for seed in range(_N_LOADS)])
+    check_recorded(_DECODE.name, list(map(as_decoded, done)))
