@@ -1,5 +1,5 @@
 """Reading Parquet, and making its columns, without pandas. ``pyarrow.parquet.read_table``,
-``to_numpy`` and ``pyarrow.array`` import pandas, half a second of every command."""
+``to_numpy``, ``fill_null`` and ``pyarrow.array`` import pandas, half a second of every command."""
 
 from __future__ import annotations
 
@@ -132,6 +132,19 @@ def column(values: NDArray[Any], kind: str | None = None, null: Any = None) -> p
     known = None if null is None else pa.py_buffer(np.packbits(~null, bitorder="little"))
     arrow = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)
     return pa.Array.from_buffers(arrow, len(values), [known, pa.py_buffer(data)])
+
+
+def filled(values: pa.ChunkedArray, value: float) -> pa.ChunkedArray:
+    """Return an Arrow column of numbers with ``value`` where it is null.
+
+    Args:
+        values: the column.
+        value: what fills it, which ``fill_null`` takes to pandas to make an Arrow value of it.
+
+    Returns:
+        The column, without nulls.
+    """
+    return values.fill_null(column(np.array([value]), str(values.type))[0])
 
 
 def texts(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:

@@ -19,7 +19,6 @@ from eldr_sim.reports.explanation import (
     open_run,
 )
 from eldr_sim.reports.folders import contents_of
-from eldr_sim.reports.page import write_report
 
 
 @click.command(short_help="Make one HTML page of results.")
@@ -31,6 +30,8 @@ def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.
 
     DIR is the folder of a run, comparison, what-if, sweep or plan; runs stand side by side."""
+    from eldr_sim.reports.page import write_report  # takes long to import
+
     write_report(folders, out, force=force)
     click.echo(f"Wrote {out} ({out.stat().st_size / 1e3:,.0f} kB)")
 

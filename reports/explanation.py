@@ -13,7 +13,7 @@ import pyarrow as pa
 from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
-from eldr_sim.parquet import numbers
+from eldr_sim.parquet import filled, numbers
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, WITHOUT, phases_of
 from eldr_sim.simulator.outcome.error_band import one_line
@@ -371,7 +371,7 @@ def _columns(table: pa.Table) -> dict[str, Floats]:
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
             column = table.column(name)
             column = column.cast("int8") if pa.types.is_boolean(kind) else column
-            columns[name] = numbers(column.cast("float64", safe=False).fill_null(math.nan))
+            columns[name] = numbers(filled(column.cast("float64", safe=False), math.nan))
     return columns
 
 

@@ -1,13 +1,14 @@
 """Where the experts of engines that share them lie, and what moves them while a run lasts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.registry import needs, placement_policy
 from eldr_sim.simulator.control import relocation
@@ -17,6 +18,9 @@ from eldr_sim.simulator.setup.config.groups import ExpertsConfig, ScalingConfig
 from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
+
+if TYPE_CHECKING:
+    from eldr_sim.policies.eldr.artifact import RoutingArtifact
 
 
 def placements_of(

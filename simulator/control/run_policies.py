@@ -1,7 +1,10 @@
 """The policies of a run: what each of them knows, and what it is fitted to."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,8 +12,6 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.eldr.artifact import RoutingArtifact, cached_fit
-from eldr_sim.policies.eldr.signature import FitOptions, score_of
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
@@ -34,6 +35,10 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from eldr_sim.policies.eldr.artifact import RoutingArtifact
+    from eldr_sim.policies.eldr.signature import FitOptions
 
 #: Weights of a trace's domains; None: the workload's.
 Mix = tuple[tuple[str, float], ...] | None
@@ -205,6 +210,8 @@ def _fit(
     options: FitOptions,
 ) -> RoutingArtifact:
     """Fit ELDR's router; a sweep's points differ in what no fit depends on, such as the rate."""
+    from eldr_sim.policies.eldr.artifact import cached_fit  # only runs of ELDR need it
+    from eldr_sim.policies.eldr.signature import score_of
 
     def calibration() -> CalibrationSet:
         return _calibration(trace, workload, domain_mix, score_of(options.transform), n_decoders)

@@ -13,7 +13,6 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.tables.format import weakest
 from eldr_sim.policies import registry
-from eldr_sim.policies.eldr.router import EldrParameters
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import is_overload, limits_of
@@ -521,7 +520,7 @@ def summary_of(
     if trace is not None:
         fit, replayed = (0, 0), config.routing.trace_replay
         chosen = registry.parameters("decode", policies.policy)
-        if isinstance(chosen, EldrParameters) and chosen.artifact is None:
+        if getattr(chosen, "artifact", "") is None:  # fitted on the fly: ELDR's
             load, mix = config.requests.workload, config.routing.domain_mix
             fit = len(calibration_requests(trace, load, mix)), len(spec.routers[-1])
         warned = trace_warnings(trace, copies, replayed, fit)

@@ -22,6 +22,7 @@ import pyarrow.json as pajson
 
 from eldr_sim.arrays import Ints, Words
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import filled, text_errors
 from eldr_sim.traces.requests.logs.log_columns import NO_PRIORITY, Columns, Link, joined
 from eldr_sim.traces.requests.logs.log_rows import Row, session_of
 from eldr_sim.traces.requests.logs.table_columns import DATE, UNITS_NS, TableColumns, row_reader
@@ -139,8 +140,6 @@ def read_parquet(
     """Return the columns of a Parquet file and its requests; raises InputError."""
     import pyarrow.parquet as pq
 
-    from eldr_sim.parquet import text_errors
-
     parts: list[Columns] = []
     row = 1
     try:
@@ -161,8 +160,6 @@ def read_parquet(
 def parquet_start(file: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the names of a Parquet file's columns, and its first rows; raises InputError."""
     import pyarrow.parquet as pq
-
-    from eldr_sim.parquet import text_errors
 
     try:
         with text_errors():
@@ -375,13 +372,12 @@ def _json_block(block: bytes, columns: TableColumns) -> Columns:
         when = _scaled(_numbers(table[columns.time]), columns.unit)
     priority = None
     if columns.priority is not None and table[columns.priority].null_count < n:
-        filled = pc.fill_null(table[columns.priority], NO_PRIORITY)
-        priority = _numbers(filled)
+        priority = _numbers(filled(table[columns.priority], NO_PRIORITY))
     hashes: Words = np.empty(0, np.uint64)
     blocks: Ints = np.zeros(n, np.int64)
     if columns.hashes is not None:
         ids = table[columns.hashes].combine_chunks()
-        blocks = _numbers(pc.fill_null(pc.list_value_length(ids), 0)).astype(np.int64)
+        blocks = _numbers(filled(pc.list_value_length(ids), 0)).astype(np.int64)
         hashes = _numbers(ids.flatten())
     models = set()
     if columns.model is not None:
@@ -458,7 +454,7 @@ def _coded(values: Any) -> tuple[Ints, list[str]]:
     if isinstance(coded, pa.ChunkedArray):
         coded = coded.unify_dictionaries().chunk(0)
     names = ["" if name is None else name for name in coded.dictionary.to_pylist()]
-    codes = _numbers(pc.fill_null(coded.indices, -1)).astype(np.int64)
+    codes = _numbers(filled(coded.indices, -1)).astype(np.int64)
     if "" in names:
         codes = np.where(codes == names.index(""), -1, codes)
     return codes, names
