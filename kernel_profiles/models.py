@@ -321,17 +321,22 @@ class ModelDims(BaseModel):
         shapes.append(("attention", self.n_indexers, self.index_linears))
         if self.n_linear_layers:
             shapes.append(("state", self.n_linear_layers, self.linear_attention_linears))
-        hidden, up = self.hidden_size, self.mlp_matrices - 1
-        for layers, width in (
-            (self.n_moe_layers, self.shared_intermediate_size),
-            (self.n_dense_layers, self.dense_intermediate_size),
-        ):
-            if width:
-                shapes.append(("mlp", layers, [(up * width, hidden), (hidden, width)]))
+        shapes.append(("mlp", self.n_moe_layers, self.shared_linears))
+        shapes.append(("mlp", self.n_dense_layers, self._mlp(self.dense_intermediate_size)))
+        hidden = self.hidden_size
         if self.expert_hidden_size:
             latent = self.expert_hidden_size
             shapes.append(("mlp", self.n_moe_layers, [(latent, hidden), (hidden, latent)]))
-        return [one for one in shapes if one[1]]
+        return [one for one in shapes if one[1] and one[2]]
+
+    @property
+    def shared_linears(self) -> list[tuple[int, int]]:
+        """Matrices of the shared experts of one MoE layer, (out features n, in features k)."""
+        return self._mlp(self.shared_intermediate_size)
+
+    def _mlp(self, width: int) -> list[tuple[int, int]]:
+        up, hidden = self.mlp_matrices - 1, self.hidden_size
+        return [(up * width, hidden), (hidden, width)] if width else []
 
     def _attention_params(self, sliding: bool) -> int:
         params = sum(n * k for n, k in self.attention_linears(sliding))

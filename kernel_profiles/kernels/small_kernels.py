@@ -6,6 +6,7 @@ import numpy as np
 
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.all_reduce import sglang_fuses
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate
 from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -28,13 +29,14 @@ and KV, two splits, two rotations, keys and values put together."""
 
 def layer_kernels(model: ModelDims, *, compiled: bool) -> int:
     """Kernels of a layer that are no GEMM, attention or part of its routed experts. Norms, rotary
-    embedding, the write to the KV cache, and the activation of a dense or shared MLP.
+    embedding, the write to the KV cache, and the activation of a dense or shared MLP, where most
+    layers have one.
 
     ``compiled``: as vLLM compiles a step of its graphs, with native norms (``custom_ops`` "none" of
     its ``config/vllm.py``). Norms that follow each other, and the sum between, are one kernel of
     Inductor: all between attention and the MLPs, all from these to the next layer (Gemma's 4 or
     7)."""
-    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
+    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > model.n_moe_layers
     norms = min(model.norms_per_layer, 2) if compiled else model.norms_per_layer
     return norms + 2 + (model.qk_norm != "none") + dense
 
@@ -64,18 +66,17 @@ def launched_kernels(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) ->
     Of FP8 and FP4 experts the quantization of tokens and of activations; conversion for a float32
     gate; two kernels after SGLang's GLM-4 experts (its unfused top-k is one compiled call). Under
     tensor parallelism two all-reduces a layer, and beside norms over the heads of all GPUs a sum
-    and an all-reduce (``minimax_m2.py`` of SGLang 0.5.8). SGLang's other MoE models of NVIDIA GPUs
-    take all-reduce and norm in one kernel (``server_args.py``: DeepSeek-V3, GPT-OSS, GLM-4 and
-    Qwen3 MoE), TensorRT-LLM all models (``AllReduceFusionOp.RESIDUAL_RMS_NORM``); its operator of
-    experts quantizes inside, and what a launch costs is derived from it."""
+    and an all-reduce (``minimax_m2.py`` of SGLang 0.5.8). TensorRT-LLM takes all-reduce and norm in
+    one kernel, and so does SGLang (`sglang_fuses`); vLLM's prompts are above its limit.
+    TensorRT-LLM's operator of experts quantizes inside, and what a launch costs is derived from
+    it."""
     if engine.name == "trtllm":
         return unfused_kernels(model)
     gate = model.float32_gate + 2 * (unfused_gate_kernels(model, engine) > 0)
     quantized = 2 * (model.expert_dtype in ("fp8", "fp8_block", "nvfp4"))
     kernels = unfused_kernels(model) + model.n_moe_layers * (gate + quantized)
     full = model.qk_norm == "full_width"
-    plain = model.is_dense or model.n_linear_layers > 0 or full or gpu.name.startswith("MI")
-    if n_gpus > 1 and (plain or engine.name != "sglang"):
+    if n_gpus > 1 and not (engine.name == "sglang" and sglang_fuses(model, gpu)):
         kernels += 2 * model.n_layers - model.n_bare_layers + 2 * full * model.n_full_layers
     return kernels
 

@@ -34,14 +34,21 @@ _NODE_GPUS = {"GB200": 4, "GB300": 4}  # others: 8
 
 
 def collective_tables(gpu: str) -> Iterator[LatencyTable]:
-    """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
-    for backend, name, column, element, keep in (
-        ("nccl", "nccl_perf.parquet", "nccl_dtype", "half", "NCCL"),
-        ("vllm", "custom_allreduce_perf.parquet", "allreduce_dtype", "bfloat16",
-         "vLLM_custom_graph"),
-    ):  # fmt: skip
+    """NCCL collectives and engines' own all-reduces (under CUDA graphs) inside one node.
+
+    Of SGLang also those of 0.5.10, before its kernel of 0.5.14."""
+    own = "custom_allreduce_perf.parquet", "allreduce_dtype", "bfloat16"
+    for backend, version, name, column, element, keep in (
+        ("nccl", "", "nccl_perf.parquet", "nccl_dtype", "half", "NCCL"),
+        ("vllm", "", *own, "vLLM_custom_graph"),
+        ("sglang", "", *own, "SGLang_CustomAllReduce_graph"),
+        ("sglang", "0.5.10", *own, "SGLang_CustomAllReduce_graph"),
+        ("trtllm", "", *own, "TRTLLM"),
+    ):
         files = [
-            file for file in packages.sources(gpu, "comm", backend, name) if file.path.is_file()
+            file
+            for file in packages.sources(gpu, "comm", backend, name, version)
+            if file.path.is_file()
         ]
         rows = pd.DataFrame()
         if files:

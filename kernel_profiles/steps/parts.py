@@ -10,9 +10,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import bounds, moe_latency, roofline
-from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETWORK_LATENCY_S
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
-    CollectiveLatency,
     DecodeAttention,
     EngineStepLatency,
     GemmLatency,
@@ -35,7 +33,8 @@ from eldr_sim.kernel_profiles.kernels.small_kernels import (
 )
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.steps.collectives import Collectives
 from eldr_sim.kernel_profiles.stored_weights import WeightDtype
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import Engine
@@ -57,10 +56,6 @@ Derived from the same five rows: measured TPOT less the sum of kernels, mean +0.
 ms. Engines that schedule a step when the last one has ended wait for the host
 (``config.engine_rules.HOST_WAIT_MS``)."""
 
-CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
-"""Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
-``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
-
 MOE_KERNELS = 7
 """Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
 by expert, two GEMMs, activation, sum over a token's experts."""
@@ -68,6 +63,11 @@ LINEAR_KERNELS = 14
 """Kernels of a layer of linear attention that computes prompts: the split of its projections, the
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
 norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
+
+
+def _without_shared(model: ModelDims) -> ModelDims:
+    """The same model without shared experts: what follows each other in its MoE layers."""
+    return model.model_copy(update={"shared_intermediate_size": 0})
 
 
 def _attending_to_all(model: ModelDims) -> ModelDims:
@@ -97,11 +97,13 @@ class Parts:
         max_model_len: int,
         moe_backend: MoEBackend = "auto",
         engine: Engine = Engine(),  # noqa: B008
+        shared_experts_fused: bool = False,
     ) -> None:
         self.engine = engine
         self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
         self.moe_backend = moe_backend
         self.whole, self.parallelism = whole, parallelism
+        self.fused = shared_experts_fused and whole.shared_intermediate_size > 0
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
         self.missing: list[str] = []  #: parts without a table
@@ -115,7 +117,13 @@ class Parts:
         self.rereads: list[tuple[int, PrefillAttention]] = []
         self.attention = self._attention(max_model_len)
         if self.engine_step is None:
-            self.collective_tables = self._collectives()
+            self.collectives = Collectives(self.model, gpu, parallelism, tables, engine)
+            self.warnings += self.collectives.warnings
+            self.provenance |= self.collectives.provenance
+            for table in self.collectives.tables:
+                self._record("collectives", table)
+            if not self.collectives.measured:
+                self._record_roofline("collectives")
             self.elementwise = self._elementwise()
             shape = {"n_layers": whole.n_layers, "hidden_size": whole.hidden_size}
             self.host_gaps = self._table("host_gap", shape=shape)
@@ -278,6 +286,9 @@ class Parts:
         kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS)
         n_gpus = self.parallelism.tensor_parallel_size
         kernels += dense_linears(model) + launched_kernels(model, gpu, n_gpus, self.engine)
+        if self.fused:  # neither GEMMs of shared experts nor what is between
+            each = 2 if model.linear_dtype == "fp8_block" else 1
+            kernels -= model.n_moe_layers * (1 + each * len(model.shared_linears))
         seconds = kernels * ((compiled and gpu.compiled_launch_s) or gpu.launch_s)
         if model.expert_dtype == "mxfp4":
             seconds += model.n_moe_layers * roofline.efficiency_of(gpu).mxfp4_launch_s
@@ -317,7 +328,7 @@ class Parts:
                 f"8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels){taken}; "
                 "large batches from bytes over bandwidth"
             )
-            more = self._more_kernels
+            more = self._more_kernels(self.model)
             if more:
                 each = small_kernel_s(self.gpu)
                 origin += f"; {more} more kernels of {1e6 * each:.2f} us: {SMALL_KERNELS['source']}"
@@ -329,25 +340,23 @@ class Parts:
             self.provenance["norms"] = said
         return table
 
-    @property
-    def _more_kernels(self) -> int:
+    def _more_kernels(self, model: ModelDims) -> int:
         """Small kernels of a layer beside those that `NORMS_S` stands for; those of MLA and MSA
         are in the tables of their modules.
         Queries and keys have a norm each (vllm-project/vllm pull requests 38621 and 49744 time and
         count the chain)."""
-        model = self.model
         if model.attention == "mla" or (model.index_topk and "attention" not in self.missing):
             return 0
-        gate = unfused_gate_kernels(model, self.engine)
+        gate = unfused_gate_kernels(self.model, self.engine)
         if model.linear_dtype == "fp8_block":
             gemm = self._table("gemm", dtype="fp8_block")
             if gemm is None or "trtllm" not in gemm.metadata.framework:
                 gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
-        return gate + max(self._layer_kernels + (model.qk_norm != "none") - FITTED_KERNELS, 0)
+        kernels = self._layer_kernels(model) + (model.qk_norm != "none")
+        return gate + max(kernels - FITTED_KERNELS, 0)
 
-    @property
-    def _layer_kernels(self) -> int:
-        return layer_kernels(self.model, compiled=self.engine.name == "vllm")
+    def _layer_kernels(self, model: ModelDims) -> int:
+        return layer_kernels(model, compiled=self.engine.name == "vllm")
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s (given, a profile's median, the default), and its provenance."""
@@ -365,81 +374,11 @@ class Parts:
         origin = "GPT-OSS-120B on H200 (TPOT less kernels)"
         return HOST_GAP_S, {"host_gap": format.provenance_of("derived", origin)}
 
-    def _collectives(self) -> dict[str, CollectiveLatency]:
-        """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
-        n_gpus = self._in_a_node
-        collectives: dict[str, CollectiveLatency] = {}
-        if n_gpus == 1:
-            return collectives
-        for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
-            table = self._table("collective", dtype=dtype)
-            if table is None:
-                continue
-            latency = CollectiveLatency.from_table(table)
-            if ("all_reduce", n_gpus) in latency.curves:
-                collectives[name] = latency
-                self.warnings += latency.warnings["all_reduce", n_gpus]
-                self._record("collectives", table)
-        if "nccl" not in collectives:
-            self._record_roofline("collectives")
-        return collectives
-
-    @property
-    def _in_a_node(self) -> int:
-        return min(self.parallelism.tensor_parallel_size, NODE_GPUS)
-
-    def _between_nodes_s(self, n_bytes: Floats) -> Floats:
-        """What an engine of several nodes adds to a gather or a reduce-scatter inside them. GPUs of
-        the same place exchange their parts of the message around a ring of the nodes, at the line
-        rate of their NICs (`all_to_all.NETWORK_EFFICIENCY`)."""
-        others = self.parallelism.tensor_parallel_size // NODE_GPUS - 1
-        if others < 1:
-            return np.zeros_like(n_bytes)
-        rate = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
-        self.provenance["network"] = format.provenance_of(
-            "derived", f"NICs of {self.gpu.name}: line rate"
-        )
-        part = n_bytes / self.parallelism.tensor_parallel_size
-        return np.asarray(others * (part / rate + NETWORK_LATENCY_S))
-
-    def _all_reduce_s(self, n_bytes: Floats) -> Floats:
-        n_gpus, between = self._in_a_node, 2 * self._between_nodes_s(n_bytes)
-        if "nccl" in self.collective_tables:
-            seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
-        else:
-            seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
-        if "custom" in self.collective_tables:
-            custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
-            seconds = np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
-        return np.maximum(seconds, bounds.message_s(self.gpu, n_gpus, n_bytes)) + between
-
     def collectives_s(self, rows: Floats) -> Floats:
-        """What the GPUs of a worker exchange in a step of ``rows`` tokens. All-reduces of hidden
-        states: one after the embedding and two in every layer. Where engines share experts, the
-        outputs of these are combined and then gathered in place of the second. Norms over the
-        heads of all GPUs take one more (sgl-project/sglang pull request 14416, vllm-project/vllm
-        31493)."""
-        if self.engine_step is not None or self.parallelism.tensor_parallel_size == 1:
+        """What the GPUs of a worker exchange in a step of ``rows`` tokens."""
+        if self.engine_step is not None:
             return np.zeros_like(rows)
-        shared = self.parallelism.data_parallel_size > 1
-        gathers = self.model.n_moe_layers if shared else 0
-        message = 2 * self.model.hidden_size * rows
-        reduces = 1 + 2 * self.model.n_layers - self.model.n_bare_layers - gathers
-        total = reduces * self._all_reduce_s(message)
-        if self.model.qk_norm == "full_width":  # sums of squares of queries and keys, float32
-            total = total + self.model.n_full_layers * self._all_reduce_s(8 * rows)
-        if gathers:
-            total = total + gathers * self._gather_s(message)
-        return np.where(rows > 0, total, 0.0)
-
-    def _gather_s(self, n_bytes: Floats) -> Floats:
-        n_gpus = self._in_a_node
-        if "nccl" in self.collective_tables:
-            seconds = self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
-        else:
-            seconds = roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
-        least = bounds.message_s(self.gpu, n_gpus, n_bytes)
-        return np.maximum(seconds, least) + self._between_nodes_s(n_bytes)
+        return self.collectives.step_s(rows)
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
@@ -556,12 +495,31 @@ class Parts:
                 for n, k in linears
             )
             return np.maximum(self.engine_step.token_part_s(rows), least)
+        if not self.fused:
+            return self._dense_s(self.model, rows)
+        return self._dense_s(_without_shared(self.model), rows) + self._fused_s(rows)
+
+    def _fused_s(self, rows: Floats) -> Floats:
+        """Shared experts inside the kernel of the routed ones: what a GEMM of one row takes beyond
+        reading its weights is gone, and so are activations and the quantization of inputs; bytes
+        and FLOPs are not."""
         model = self.model
+        origin = "in the kernel of the routed ones: GEMMs less what one row takes beyond its bytes"
+        self.provenance["shared_experts"] = format.provenance_of("derived", origin)
+        total, one, dtype = np.zeros_like(rows), np.ones(1), model.dtype_of("mlp")
+        for n, k in model.shared_linears:
+            least = bounds.linear_s(self.gpu, n, k, rows, dtype)
+            hidden = self._matrix_s(n, k, one, dtype) - bounds.linear_s(self.gpu, n, k, one, dtype)
+            total += np.maximum(self._matrix_s(n, k, rows, dtype) - hidden, least)
+        return model.n_moe_layers * total
+
+    def _dense_s(self, model: ModelDims, rows: Floats) -> Floats:
+        """What follows the routed experts, of the model or of that without shared ones."""
         total = np.zeros_like(rows)
         for part, layers, linears in model.matrices:
             for n, k in linears:
                 total += layers * self._matrix_s(n, k, rows, model.dtype_of(part))
-        return total + model.n_moe_layers * self._gate_s(rows) + self._elementwise_s(rows)
+        return total + model.n_moe_layers * self._gate_s(rows) + self._elementwise_s(model, rows)
 
     def _gate_s(self, rows: Floats) -> Floats:
         """The gate of a MoE layer; of float32 no less than what engines take for it."""
@@ -573,13 +531,12 @@ class Parts:
         )
         return np.where(rows > 0, np.maximum(slow, seconds), 0.0)
 
-    def _elementwise_s(self, rows: Floats) -> Floats:
+    def _elementwise_s(self, model: ModelDims, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
 
         Small batches take :data:`NORMS_S` a layer, and the kernels that GPT-OSS has not; large ones
         move 2-byte elements: two fused residual norms 8 hidden, rotary embedding queries and keys,
         the cache keys and values. A profile's table replaces both."""
-        model = self.model
         bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
         if self.elementwise is not None:
             columns = self.elementwise.columns
@@ -593,9 +550,10 @@ class Parts:
             moved_s = elementwise_bytes(model) * rows / bandwidth
             kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s
             least_s = (
-                NORMS_S + self._more_kernels * small_kernel_s(self.gpu)
+                NORMS_S + self._more_kernels(model) * small_kernel_s(self.gpu)
                 if kernel_s is None
-                else (self._layer_kernels + unfused_kernels(model) / model.n_layers) * kernel_s
+                else kernel_s
+                * (self._layer_kernels(model) + unfused_kernels(model) / model.n_layers)
             )
             layers = model.n_layers * np.maximum(least_s, moved_s)
         moved = 4 * model.hidden_size + residual_bytes(model)
@@ -608,5 +566,5 @@ class Parts:
         head = self.model.vocab_size, self.model.hidden_size
         seconds = self._matrix_s(*head, rows, self.model.head_dtype)
         if self.parallelism.tensor_parallel_size > 1:
-            seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)
+            seconds = seconds + self.collectives.gather_s(2 * self.whole.vocab_size * rows)
         return np.where(rows > 0, seconds, 0.0)

@@ -181,6 +181,7 @@ def build_step_time_model(
     tables: Sequence[LatencyTable] = (),
     linears: Sequence[tuple[int, int]] = (),
     tokens_per_sequence: int = 1,
+    shared_experts_fused: bool = False,
     share_missing: bool = True,
     named: str = "",
     import_helps: bool = True,
@@ -212,6 +213,7 @@ def build_step_time_model(
         linears: (out, in features) of matrices that a step's tokens pass besides the model's.
         tokens_per_sequence: most tokens that a step computes for a decoding sequence; more than one
             where it verifies drafts.
+        shared_experts_fused: shared experts are one more routed expert, and do not follow these.
         share_missing: warn of parts without a table, with their share of a step and the command
             that brings one.
         named: name of the model in that command.
@@ -236,7 +238,10 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend, engine)
+    parts = _parts(
+        dims, device, parallelism, tuple(tables), max_model_len, moe_backend, engine,
+        shared_experts_fused,
+    )  # fmt: skip
     gap, own_provenance = parts.host_gap(host_gap_s)
     if calibration is not None:
         gap = max(0.0, gap + calibration.host_gap_ms / 1e3)

@@ -166,6 +166,8 @@ def _of_workers(
         yield ("max_cudagraph_capture_size", "how fast the GPU's host launches is not known")
     if of_vllm and config.scheduler.piecewise_cuda_graph:
         yield "piecewise_cuda_graph", "vLLM captures prompts unless told otherwise"
+    if not prepared.model.shared_intermediate_size:
+        yield "shared_experts_fusion", f"{prepared.model.name} has no shared experts"
     window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
         yield "offload_window", "the experts of all layers fit on the GPUs"

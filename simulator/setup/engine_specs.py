@@ -103,6 +103,10 @@ def make_engine_spec(
         rules = replace(
             rules, **engine_rules.captured_steps(config.scheduler, gpu, version, captured)
         )
+    eager = bool(pool.enforce_eager)
+    fused = engine_rules.fuses_shared_expert(
+        engine, model, gpu, parallelism, config.steps, config.scheduler.shared_experts_fusion
+    )
     redundant = pool.num_redundant_experts or 0
     parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
@@ -134,8 +138,8 @@ def make_engine_spec(
             config.steps.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
             max_model_len=longest, max_num_batched_tokens=budget,
             parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
-            enforce_eager=bool(pool.enforce_eager), graph_tokens=rules.graph_tokens,
-            prompt_graph_tokens=rules.prompt_graph_tokens,
+            enforce_eager=eager, graph_tokens=rules.graph_tokens,
+            prompt_graph_tokens=rules.prompt_graph_tokens, shared_experts_fused=fused,
             moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=tokens_per_seq, calibration=calibration,
             named=config.engine.model,

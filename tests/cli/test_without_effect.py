@@ -69,6 +69,7 @@ CASES = {
             ("batch_wait_timeout_iters", "vllm", "4"),
             ("batch_wait_max_tokens_ratio", "vllm", "0.5"),
             ("max_cudagraph_capture_size", "sglang", "64"),
+            ("shared_experts_fusion", "vllm", ""),
             ("attention_dp_balance", "sglang", ""),
             ("attention_dp_timeout_iters", "vllm", "4"),
             ("attention_dp_batching_wait_iters", "vllm", "4"),

@@ -534,6 +534,7 @@ VALUES: dict[str, list[Any]] = {
     "enable_mixed_chunk": [True], "scheduler_recv_interval": [4],
     "schedule_conservativeness": [0.5], "enable_chunked_prefill": [True],
     "piecewise_cuda_graph": [False], "max_cudagraph_capture_size": [10**6],
+    "shared_experts_fusion": [True],
     "attention_dp_balance": [True],
     "attention_dp_timeout_iters": [4], "attention_dp_batching_wait_iters": [4],
     "capacity_scheduler_policy": ["MAX_UTILIZATION"],
@@ -558,6 +559,7 @@ _QUIET: dict[str, set[str]] = {
     "kv_reserve": set(BASES),
     "kv_overlap": set(BASES), "kv_in_flight": set(BASES),
     # So few sequences capture no step with prompts.
+    "shared_experts_fusion": set(BASES),
     "piecewise_cuda_graph": set(BASES), "cudagraph_padding": {"prompts alone", "streamed"},
 }  # fmt: skip
 _OF_FAULTS = ("retry", "max_retries", "health_delay_ms", "user_retry_s")

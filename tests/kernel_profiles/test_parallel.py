@@ -6,14 +6,14 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.all_reduce import CUSTOM_ALL_REDUCE_BYTES, ONE_KERNEL
 from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency, GemmLatency
 from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.steps.parts import CUSTOM_ALL_REDUCE_BYTES
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
-from eldr_sim.kernel_profiles.tables.library import find_table
+from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 from eldr_sim.simulator.setup.memory import kv_blocks
 
 from ..on_each import on_each
@@ -105,7 +105,8 @@ def test_what_cannot_be_spread_is_refused(name, parallelism, message):
 
 def test_an_engine_of_two_nodes_exchanges_over_its_nics():
     """Its all-reduces are those of a node, and twice a ring of two at the line rate."""
-    model, limits = load_model("DeepSeek-V3"), {"max_num_seqs": 64, "max_model_len": 2048}
+    limits = {"max_num_seqs": 64, "max_model_len": 2048, "engine": Engine("vllm", "0.16")}
+    model = load_model("DeepSeek-V3")
     one, two = (build("DeepSeek-V3", "H200", Parallelism(n), **limits) for n in (8, 16))
     message = 2 * 7168 * 32
     ring = 2 * (message / 16 / (42.6e9 / 50e9 * load_gpu("H200").nic_bandwidth) + 5e-6)
@@ -166,12 +167,13 @@ def test_columns_count_the_experts_of_a_rank():
 def test_collectives_of_a_step_by_hand():
     """Two all-reduces a layer and one for the embedding, then the logits are gathered."""
     spread = build()
-    custom = CollectiveLatency.from_table(find_table("collective", "H200", dtype="bfloat16"))
+    one_kernel = find_table("collective", "H200", dtype="bfloat16", engine=ONE_KERNEL)
+    fused = CollectiveLatency.from_table(one_kernel)
     nccl = CollectiveLatency.from_table(find_table("collective", "H200", dtype="float16"))
     gemm = GemmLatency.from_table(find_table("gemm", "H200", dtype="bfloat16"))
     batch, tokens = 64, 2048  # 2,048 tokens are 16.8 MB: beyond the custom kernel
     assert 2 * 4096 * batch < CUSTOM_ALL_REDUCE_BYTES < 2 * 4096 * tokens
-    sums = 189 * custom.time_s("all_reduce", 4, 2 * 4096 * batch)
+    sums = 189 * fused.time_s("all_reduce", 4, 2 * 4096 * batch)
     assert spread.cost.collectives_s[batch] == pytest.approx(float(sums))
     sums = 189 * nccl.time_s("all_reduce", 4, 2 * 4096 * tokens)
     assert spread.cost.collectives_s[tokens] == pytest.approx(float(sums))

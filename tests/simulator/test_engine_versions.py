@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.front_end import PARTS
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.format import mla_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.engine_rules import fuses_shared_expert
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 from eldr_sim.simulator.setup.memory import windows_of
@@ -197,26 +199,52 @@ def test_kernels_are_the_engines_own_up_to_its_version():
         assert found.metadata.framework == framework, engine
 
 
-@pytest.mark.parametrize(
-    ("engine", "line"), [("sglang", "--enable-two-batch-overlap"), ("vllm", "--enable-dbo")]
+R1, WIDE = "deepseek-ai/DeepSeek-R1", {"enable_expert_parallel": True}
+
+
+@on_each(
+    "engine, model, gpu, given, fused",
+    [
+        ("vllm", R1, "H200", {}, False),
+        ("trtllm", R1, "H200", {}, False),
+        ("sglang", R1, "H200", {}, True),
+        ("sglang", R1, "H200", {"enforce_eager": True}, True),
+        ("sglang==0.5.9", R1, "H200", WIDE, False),
+        ("sglang", R1, "B200", {}, False),  # TensorRT-LLM's kernels
+        ("sglang", R1, "B200", {"engine_args": "--moe-runner-backend triton"}, True),
+        ("sglang", R1, "H200", {"engine_args": "--disable-shared-experts-fusion"}, False),
+        ("sglang", R1, "H200", {"engine_args": "--moe-runner-backend flashinfer_cutedsl"}, False),
+        ("sglang", R1, "H200", {"engine_args": "--enforce-shared-experts-fusion"} | WIDE, True),
+        ("sglang", R1, "MI300X", WIDE, True),
+        ("sglang", "DeepSeek-V3.2", "H200", {}, False),
+        ("sglang", "Kimi-K2.5", "H200", {}, False),
+        ("sglang", "GLM-5-FP8", "H200", {}, True),
+        ("sglang", "GLM-4.5", "H200", {}, True),
+        ("sglang", "GLM-4.5", "MI300X", {}, False),
+        ("sglang", "Qwen3.5-397B-A17B-FP8", "H200", {}, False),
+        ("sglang", "Qwen3-30B-A3B", "H200", {"tensor_parallel_size": 1}, False),  # has none
+        ("sglang", "ERNIE-4.5-21B-A3B", "H200", {"tensor_parallel_size": 1}, False),
+    ],
 )
-def test_overlap_is_read_from_launch_lines(engine, line):
-    """A step is split from two tokens on by SGLang, from 32 or 512 by vLLM."""
-    cluster = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
-    config = fields(engine=engine, engine_args=line, model="Qwen3-30B-A3B", **cluster)
-    assert config.steps.two_batch_overlap
-    group = spec_of(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
-    expected = {"sglang": (2, 2), "vllm": (32, 512)}[engine]
-    assert (group.split_decode, group.split_prompts) == expected
-    plain = fields(engine=engine, model="Qwen3-30B-A3B", **cluster)
-    group = spec_of(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
-    assert (group.split_decode, group.split_prompts) == (0, 0)
+def test_sglang_fuses_the_shared_experts_that_its_code_says(engine, model, gpu, given, fused):
+    config = fields(**{"engine": engine, "model": model, "gpu": gpu, "tensor_parallel_size": 8}
+                    | given)  # fmt: skip
+    pool = config.pools[0]
+    assert fuses_shared_expert(
+        config.engine.engine, load_model(model), load_gpu(gpu), pool.parallelism, config.steps,
+        config.scheduler.shared_experts_fusion,
+    ) is fused  # fmt: skip
 
 
-def test_a_run_takes_the_scheduler_rules_of_its_version():
-    for version, cuts, pads in (("0.24", True, False), ("0.25", True, True), ("0.31", False, True)):
-        config = make_config(
-            {"topology": "1C", "model": "Llama-3.1-8B", "engine": f"vllm=={version}"}
-        )
-        rules = spec_of(config, config.pools[0], load_model("Llama-3.1-8B")).rules
-        assert (rules.cuts_alone, rules.pads_drafts) == (cuts, pads)
+def test_a_run_takes_the_place_of_its_shared_experts():
+    """Told to leave them apart, SGLang's steps take longer; the result says where they are."""
+
+    def times(line):
+        config = fields(engine="sglang", model=R1, gpu="H200", tensor_parallel_size=8,
+                        engine_args=line)  # fmt: skip
+        return spec_of(config, config.pools[0], load_model(R1)).step_time
+
+    fused, apart = times(""), times("--disable-shared-experts-fusion")
+    assert (fused.cost.dense_s[1:] < apart.cost.dense_s[1:]).all()
+    assert "in the kernel of the routed ones" in fused.provenance["shared_experts"]["origin"]
+    assert "shared_experts" not in apart.provenance

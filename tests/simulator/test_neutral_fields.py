@@ -54,7 +54,8 @@ NEUTRAL = {
 #: The same of options of one engine, beside it.
 OF_ENGINE = [
     (SGLANG, {"enable_mixed_chunk": False, "scheduler_recv_interval": 1,
-              "schedule_conservativeness": 1.0, "piecewise_cuda_graph": False}),
+              "schedule_conservativeness": 1.0, "piecewise_cuda_graph": False,
+              "shared_experts_fusion": False}),
     (TRTLLM, {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT", "batch_wait_timeout_iters": 0,
               "batch_wait_max_tokens_ratio": 0.0, "attention_dp_balance": False,
               "piecewise_cuda_graph": False}),

@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.tables.library import version_numbers
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
-from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig
+from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig, StepConfig
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
 
 #: Options that not all engines know, and who does: fields of `groups.EngineConfig` and
@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[Engine, ...]] = {
     "attention_dp_timeout_iters": ("trtllm",),
     "attention_dp_batching_wait_iters": ("trtllm",),
     "max_cudagraph_capture_size": ("vllm",),
+    "shared_experts_fusion": ("sglang",),
 }
 #: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms: of
 #: Qwen3-8B on H100 with vLLM 0.11 0.5 to 0.8 at four batch sizes (TPOT less kernels), of
@@ -165,17 +166,56 @@ def prompt_graphs(
     none on AMD GPUs, for sparse and linear attention, drafts, data-parallel attention, prompts of
     other workers (``apart``), and beside TensorRT-LLM's MoE kernels, which MLA and Qwen models with
     FP8 or NVFP4 experts take on Blackwell; of MLA it captures up to 2,048 tokens."""
-    trtllm = (
-        gpu.fp4_flops > 0
-        and (model.attention == "mla" or model.name.startswith("Qwen"))
-        and model.expert_dtype in ("fp8", "fp8_block", "nvfp4")
-        and not model.is_dense
-    )
     sparse = model.index_topk > 0 or model.n_linear_layers > 0
     shared = parallelism.data_parallel_size > 1
+    trtllm = _runs_trtllm_experts(model, gpu)
     if gpu.name.startswith("MI") or sparse or drafts or apart or shared or trtllm:
         return {"prompt_graph_tokens": 0}
     return {"prompt_graph_tokens": 2048} if model.attention == "mla" else {}
+
+
+def _runs_trtllm_experts(model: ModelDims, gpu: GPU) -> bool:
+    """Whether SGLang takes TensorRT-LLM's kernels of experts by itself."""
+    kinds = model.attention == "mla" or model.name.startswith("Qwen")
+    low = model.expert_dtype in ("fp8", "fp8_block", "nvfp4")
+    return gpu.fp4_flops > 0 and kinds and low and not model.is_dense
+
+
+def fuses_shared_expert(
+    engine: Engine,
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    steps: StepConfig,
+    fusion: bool | None = None,
+) -> bool:
+    """Whether SGLang makes the shared expert one more routed expert.
+
+    ``determine_num_fused_shared_experts`` of ``deepseek_v2.py`` and ``glm4_moe.py`` (0.5.3, 0.5.9,
+    0.5.12): GLM-4.x on NVIDIA GPUs; DeepSeek-V3 and GLM-5 with 256 experts (DeepSeek-V3.2 has
+    another architecture's name); neither with experts on ranks of their own, but on AMD GPUs, nor
+    beside TensorRT-LLM's kernels (``server_args.py``) or two-batch overlap. ``fusion``: its
+    option; None: its own choice.
+
+    vLLM since 0.11.1, TensorRT-LLM and SGLang's decode graphs otherwise have a second stream for
+    shared experts, which follow the routed ones here: on Blackwell, Kimi-K2.5 in FP4 under vLLM and
+    DeepSeek-R1 under SGLang and TensorRT-LLM take what both do in series (InferenceX, 1 to 16 in
+    flight: 0 to 6 us a layer more; 16 to 23 more than with all of them hidden)."""
+    if engine != "sglang" or not model.shared_intermediate_size:
+        return False
+    if fusion is not None:
+        return fusion
+    glm, amd = "glm" in model.name.lower(), gpu.name.startswith("MI")
+    fp4_glm = glm and gpu.fp4_flops > 0 and model.expert_dtype == "nvfp4"
+    auto = steps.moe_backend == "auto" and (_runs_trtllm_experts(model, gpu) or fp4_glm)
+    if auto or steps.moe_backend == "flashinfer_trtllm" or steps.two_batch_overlap:
+        return False
+    if model.attention == "gqa":
+        return glm and not amd and parallelism.n_expert_ranks == 1
+    one = model.shared_intermediate_size == model.expert_intermediate_size
+    special = model.n_linear_layers or model.compressed_layers or (model.index_topk and not glm)
+    fits = model.n_experts == 256 and one and not special
+    return fits and (amd or parallelism.n_expert_ranks == 1)
 
 
 def captured_steps(

@@ -318,6 +318,9 @@ class SchedulerConfig(Fields):
     """Most tokens of a step that vLLM runs as a CUDA graph; the host launches the kernels of
     larger ones one by one. Default: 512, on B200 and B300 1,024 since 0.25, or less where fewer
     sequences run."""
+    shared_experts_fusion: bool | None = None
+    """SGLang: compute the shared expert as one more routed expert. Default: as SGLang does for the
+    model, GPU and parallelism."""
 
 
 class StepConfig(Fields):

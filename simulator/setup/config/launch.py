@@ -179,6 +179,9 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
             fields["max_cudagraph_capture_size"] = max(map(int, sizes))
         elif name in ("moe_backend", "moe_runner_backend") and value in get_args(MoEBackend):
             fields["moe_backend"] = value
+        elif name == "moe_runner_backend" and value in _WITHOUT_FUSION:
+            fields["shared_experts_fusion"] = False
+            kernels.append(name)
         elif not name.startswith(ENVIRONMENTS) and has_no_effect(engine, name, value):
             idle.append(name)
         elif name.startswith(ENVIRONMENTS) or is_known(engine, name):
@@ -245,6 +248,8 @@ def _fields(engine: str, given: list[tuple[str, Any]], values: Mapping[str, Any]
 #: Lists of the sizes of steps that vLLM captures as CUDA graphs, by its options of all versions.
 _CAPTURED = ("cudagraph_capture_sizes", "cuda_graph_sizes")
 _OF_DECODING = "FULL_DECODE_ONLY"
+#: Kernels of experts, beside TensorRT-LLM's, for which SGLang sets disable_shared_experts_fusion.
+_WITHOUT_FUSION = ("flashinfer_cutedsl", "flashinfer_trtllm_routed")
 
 
 def _usual_tree(speculative: Mapping[str, Any], model: Any) -> dict[str, int]:
