@@ -5,8 +5,8 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
 
 ONE_KERNEL = Engine("trtllm")
-"""Whose rows stand for it: vLLM and SGLang call FlashInfer's ``trtllm_allreduce_fusion``. They time
-the all-reduce; the norm keeps the time that it takes alone."""
+"""The engine whose rows are used for it: vLLM and SGLang call FlashInfer's
+``trtllm_allreduce_fusion``. They time the all-reduce; the norm keeps its time alone."""
 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 """Messages below this size use an engine's own all-reduce (vLLM's ``max_size``), others NCCL."""
@@ -33,11 +33,11 @@ def sglang_fuses(model: ModelDims, gpu: GPU) -> bool:
 
 
 def fused_tokens(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int:
-    """Return the most tokens of a step whose all-reduces are one kernel with the norms.
+    """Return the largest step, in tokens, whose all-reduces are one kernel with the norms; 0: none.
 
-    TensorRT-LLM's models do so (``AllReduceFusionOp.RESIDUAL_RMS_NORM``), `sglang_fuses` tells
-    which of SGLang's, and vLLM by default since 0.17 (``fuse_allreduce_rms``, vllm-project/vllm
-    pull requests 34299 and 37755), up to a size by capability and GPUs
+    TensorRT-LLM fuses those of all models (``AllReduceFusionOp.RESIDUAL_RMS_NORM``), SGLang some
+    (`sglang_fuses`). vLLM does by default since 0.17 (``fuse_allreduce_rms``, vllm-project/vllm
+    pull requests 34299 and 37755), up to a size that depends on capability and number of GPUs
     (``FI_ALLREDUCE_FUSION_MAX_SIZE_MB`` of its ``allreduce_rms_fusion.py``)."""
     token_bytes = 2 * model.hidden_size
     if engine.name == "trtllm":

@@ -192,15 +192,15 @@ def fuses_shared_expert(
     """Whether SGLang makes the shared expert one more routed expert.
 
     ``determine_num_fused_shared_experts`` of ``deepseek_v2.py`` and ``glm4_moe.py`` (0.5.3, 0.5.9,
-    0.5.12): GLM-4.x on NVIDIA GPUs; DeepSeek-V3 and GLM-5 with 256 experts (DeepSeek-V3.2 has
-    another architecture's name); neither with experts on ranks of their own, but on AMD GPUs, nor
-    beside TensorRT-LLM's kernels (``server_args.py``) or two-batch overlap. ``fusion``: its
-    option; None: its own choice.
+    0.5.12) fuses GLM-4.x on NVIDIA GPUs, and DeepSeek-V3 and GLM-5 with 256 experts (DeepSeek-V3.2
+    has another architecture's name). It does not with expert parallelism (except on AMD GPUs), with
+    TensorRT-LLM's kernels (``server_args.py``) or with two-batch overlap. ``fusion``: its option;
+    None: its own choice.
 
-    vLLM since 0.11.1, TensorRT-LLM and SGLang's decode graphs otherwise have a second stream for
-    shared experts, which follow the routed ones here: on Blackwell, Kimi-K2.5 in FP4 under vLLM and
-    DeepSeek-R1 under SGLang and TensorRT-LLM take what both do in series (InferenceX, 1 to 16 in
-    flight: 0 to 6 us a layer more; 16 to 23 more than with all of them hidden)."""
+    Elsewhere SGLang's decode graphs, TensorRT-LLM and vLLM since 0.11.1 run shared experts on a
+    second stream. Here they follow the routed experts: in published runs on Blackwell (Kimi-K2.5
+    under vLLM, DeepSeek-R1 under SGLang and TensorRT-LLM, 1 to 16 in flight) a layer takes 0 to 6
+    us more than that, and 16 to 23 us more than with all of them hidden."""
     if engine != "sglang" or not model.shared_intermediate_size:
         return False
     if fusion is not None:
