@@ -5,7 +5,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
 
 ONE_KERNEL = Engine("trtllm")
-"""The engine whose rows are used for it: vLLM and SGLang call FlashInfer's
+"""Its rows stand for the kernel that vLLM and SGLang call, FlashInfer's
 ``trtllm_allreduce_fusion``. They time the all-reduce; the norm keeps its time alone."""
 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
@@ -33,7 +33,7 @@ def sglang_fuses(model: ModelDims, gpu: GPU) -> bool:
 
 
 def fused_tokens(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int:
-    """Return the largest step, in tokens, whose all-reduces are one kernel with the norms; 0: none.
+    """Return the tokens of the largest step in which a kernel does all-reduce and norm; 0: none.
 
     TensorRT-LLM fuses those of all models (``AllReduceFusionOp.RESIDUAL_RMS_NORM``), SGLang some
     (`sglang_fuses`). vLLM does by default since 0.17 (``fuse_allreduce_rms``, vllm-project/vllm
