@@ -198,7 +198,7 @@ def find(part: str, name: str) -> Path | None:
         warn(reason)
         return None
     with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
-        if reason := _open_to_others(path, path.stat()):
+        if reason := _open_to_others(path, path.stat()) if hasattr(os, "getuid") else "":
             warn(reason)
             return None
         for file in path.iterdir() if path.is_dir() else (path,):
