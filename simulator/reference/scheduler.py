@@ -291,7 +291,7 @@ class Scheduler:
         for sequence in [s for s in self.decoding if s.ticket > ticket]:
             self.leave_batch(sequence)
             self.prefilling.append(sequence)
-        self.riding = [s for s in self.riding if s.ticket < ticket]
+        self.riding = [s for s in self.riding if s.ticket <= ticket]
         self.prefilling.sort(key=lambda s: s.ticket)
 
     def process_output(self) -> bool:

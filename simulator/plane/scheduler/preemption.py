@@ -352,7 +352,7 @@ def _sit_out(clock: Any, engines: Engines, w: int, ticket: int) -> None:
     worker, sequences = engines.workers[w], engines.sequences
     places, i = sequences.shape[1] // 2, np.int64(0)
     while i < worker.batch:
-        if sequences[w, i].ticket < ticket:
+        if sequences[w, i].ticket <= ticket:
             i += 1
             continue
         joined = i >= worker.batch - worker.joined
@@ -373,7 +373,7 @@ def _sit_out(clock: Any, engines: Engines, w: int, ticket: int) -> None:
         sequences[w, to] = sequences[w, n]
     kept = _NONE
     for k in range(places, places + worker.riding):
-        if sequences[w, k].ticket < ticket:
+        if sequences[w, k].ticket <= ticket:
             sequences[w, places + kept] = sequences[w, k]
             kept += 1
         else:
