@@ -61,7 +61,8 @@ class SglangPrefill(SglangScheduler):
 
     def free_source(self, request: Request) -> None:
         """Free the KV cache of a request, which has been fetched, when the loop looks."""
-        if self.frees_late and self.worker.step_end > self.worker.env.now:
+        steps = self.worker.step_end > self.worker.env.now and bool(self.running)
+        if self.frees_late and steps:  # in a group others step alone
             self.fetched.append(request)
         else:
             self.release(request)

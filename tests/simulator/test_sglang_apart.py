@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.reference.reference_cluster import ReferenceCluster
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.engine_rules import rules_of
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.transfer import TransferModel
 
 from ..on_each import on_each
@@ -183,3 +185,14 @@ def test_sglang_does_what_was_recorded_of_prefill_workers():
 def test_sglang_does_what_was_recorded_of_decode_workers():
     done = as_theirs([outputs(seed) for seed in range(_N_LOADS)])
     check_recorded(_DECODE.name, list(map(as_decoded, done)))
+
+
+def test_a_fetched_context_is_free_where_only_others_of_its_group_step():
+    """Three places, which wait for their KV caches to be fetched: no run stalls."""
+    config = make_config({
+        "trace": "reference-moe", "num_requests": 24, "output_len": 6, "request_rate": 2000,
+        "max_num_seqs": 3, "topology": "1P2D", "data_parallel_size": 2, "engine": "sglang",
+        "enable_expert_parallel": True, "policy": "jsq", "frontend": "none",
+        "prefill": {"tensor_parallel_size": 2},
+    })  # fmt: skip
+    assert simulate(config).summary["completed"] == 24

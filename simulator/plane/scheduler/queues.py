@@ -117,7 +117,8 @@ def free_source(clock: Any, events: Any, engines: Engines, w: int, request: int)
     """Free the KV cache of a request that another worker has fetched; SGLang's loop looks when it
     has processed a step's output."""
     worker, pool, requests = engines.workers[w], engines.pools[engines.pool_of[w]], engines.requests
-    if pool.fills_up and pool.frees_late and worker.next_start > clock[0].now:
+    steps = worker.next_start > clock[0].now and worker.batch + worker.prefilling > 0
+    if pool.fills_up and pool.frees_late and steps:  # in a group others step alone
         requests[request].newer = -1
         if worker.fetched_head < 0:
             worker.fetched_head = request
