@@ -115,7 +115,7 @@ def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_pa
         assert shares[-1] == 1.0
     assert trace.bits.size
     assert trace.for_calibration.bits.size
-    assert not (tmp_path / "bitsets").exists()  # the ids are smaller
+    assert not list((tmp_path / "bitsets").glob("*.bits"))  # the ids are smaller
 
 
 def test_compiling_tells_its_share_until_the_loop_is_compiled(monkeypatch):

@@ -132,7 +132,7 @@ def test_block_fp8_linears_quantize_their_inputs_in_kernels(name, gpu, inputs):
     model, device = load_model(name), load_gpu(gpu)
     plain = model.model_copy(update={"linear_dtype": "bfloat16"})
     of, without = (
-        Parts(m, device, Parallelism(1), (), 1024)._elementwise_s(np.array([1.0]))[0]
+        Parts(m, device, Parallelism(1), (), 1024)._elementwise_s(m, np.array([1.0]))[0]
         for m in (model, plain)
     )
     extra_s = inputs * model.n_layers * small_kernel_s(device)

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
-from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
+from eldr_sim.kernel_profiles.tables.library import Engine, find_table, shipped_tables
 
 GROUP = Parallelism(1, True, 8)
 
@@ -111,7 +111,8 @@ def test_whoever_shares_experts_has_whole_attention_and_no_sum_of_experts():
         == 2 * experts
     )
     assert GROUP.weight_bytes(model) == model.weight_bytes - 112 * experts
-    limits = {"max_num_seqs": 16, "max_model_len": 2048, "max_num_batched_tokens": 512}
+    limits = {"max_num_seqs": 16, "max_model_len": 2048, "max_num_batched_tokens": 512,
+              "engine": Engine("vllm", "0.16")}  # fmt: skip
     alone, shared = (
         build_step_time_model("Qwen3-235B-A22B", "H200", parallelism=p, **limits)
         for p in (Parallelism(2, True), spread)

@@ -187,7 +187,7 @@ def test_every_shipped_table_is_valid_named_after_its_content_and_sourced():
         assert metadata.provenance in (("measured",) if measured else foreign)
         assert metadata.origin
         assert metadata.kernel_source
-        assert table.columns["latency_s"].max() < 1.0
+        assert table.columns["latency_s"].max() < 1.1  # a GiB over PCIe
     files = list((ROOT / "kernel_profiles" / "data" / "tables").glob("*.parquet"))
     assert len(files) == 8
     assert sum(path.stat().st_size for path in files) < 3_700_000
