@@ -46,13 +46,12 @@ class Collectives:
         if 1 < self.n_gpus <= NODE_GPUS and not self.shared:
             self.fused_tokens = fused_tokens(model, gpu, self.n_gpus, engine)
         self._latency: dict[str, CollectiveLatency] = {}
-        for name, dtype, whose in (  # 2-byte elements all
-            ("fused", "bfloat16", ONE_KERNEL),
-            ("custom", "bfloat16", engine),
-            ("nccl", "float16", engine),
-        ):
+        wanted = [("custom", "bfloat16", engine), ("nccl", "float16", engine)]  # 2-byte elements
+        if self.fused_tokens:
+            wanted.insert(0, ("fused", "bfloat16", ONE_KERNEL))
+        for name, dtype, whose in wanted if self._in_a_node > 1 else ():
             table = gpu_table("collective", gpu, dtype=dtype, engine=whose, extra=tables)
-            if self._in_a_node > 1 and table is not None:
+            if table is not None:
                 self._read(name, table)
         if "fused" not in self._latency:
             self.fused_tokens = 0
@@ -67,8 +66,7 @@ class Collectives:
         return self._in_a_node == 1 or "nccl" in self._latency
 
     def _read(self, name: str, table: format.LatencyTable) -> None:
-        theirs = table.metadata.framework.split()[0] == ONE_KERNEL.name
-        if name == "fused" and not (self.fused_tokens and theirs):
+        if name == "fused" and table.metadata.framework.split()[0] != ONE_KERNEL.name:
             return
         latency = CollectiveLatency.from_table(table)
         if ("all_reduce", self._in_a_node) in latency.curves:
@@ -87,12 +85,7 @@ class Collectives:
         gathers = model.n_moe_layers if self.shared else 0
         message = 2 * model.hidden_size * rows
         reduces = 1 + 2 * model.n_layers - model.n_bare_layers - gathers
-        each = self._all_reduce_s(message)
-        if self.fused_tokens:
-            fused = self._latency["fused"].time_s("all_reduce", self._in_a_node, message)
-            least = bounds.message_s(self.gpu, self._in_a_node, message)
-            each = np.where(rows <= self.fused_tokens, np.maximum(fused, least), each)
-        total = reduces * each
+        total = reduces * self._all_reduce_s(message, rows <= self.fused_tokens)
         if model.qk_norm == "full_width":  # sums of squares of queries and keys, float32
             total = total + model.n_full_layers * self._all_reduce_s(8 * rows)
         if gathers:
@@ -109,7 +102,8 @@ class Collectives:
         least = bounds.message_s(self.gpu, n_gpus, n_bytes)
         return np.maximum(seconds, least) + self._between_nodes_s(n_bytes)
 
-    def _all_reduce_s(self, n_bytes: Floats) -> Floats:
+    def _all_reduce_s(self, n_bytes: Floats, fused: Any = False) -> Floats:
+        """What an all-reduce takes. ``fused``: where the norm is in the same kernel."""
         n_gpus, between = self._in_a_node, 2 * self._between_nodes_s(n_bytes)
         if "nccl" in self._latency:
             seconds = self._latency["nccl"].time_s("all_reduce", n_gpus, n_bytes)
@@ -118,6 +112,9 @@ class Collectives:
         if "custom" in self._latency:
             custom = self._latency["custom"].time_s("all_reduce", n_gpus, n_bytes)
             seconds = np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+        if "fused" in self._latency:
+            one = self._latency["fused"].time_s("all_reduce", n_gpus, n_bytes)
+            seconds = np.where(fused, one, seconds)
         return np.maximum(seconds, bounds.message_s(self.gpu, n_gpus, n_bytes)) + between
 
     def _between_nodes_s(self, n_bytes: Floats) -> Floats:

@@ -209,11 +209,11 @@ class Parts:
     def _moe_table(self, ranks: int, backend: MoEBackend) -> format.LatencyTable | None:
         """Find the rows of a backend's kernel for the experts of one of ``ranks``."""
         kernels: list[str] = ["" if backend == "auto" else backend]
-        whole = self.parallelism.n_expert_ranks == 1
-        if backend == "auto" and self.engine.name == "sglang" and whole:
+        whole, mxfp4 = self.parallelism.n_expert_ranks == 1, self.model.expert_dtype == "mxfp4"
+        if backend == "auto" and self.engine.name == "sglang" and mxfp4 and whole:
             # Of GPT-OSS SGLang takes triton_kernels on Hopper, as vLLM, unless experts are
             # spread (server_args.py: moe_runner_backend); its own rows are of fused_moe_triton.
-            kernels[:0] = ["oaitriton"] if self.model.expert_dtype == "mxfp4" else []
+            kernels.insert(0, "oaitriton")
         found = (
             self._table(
                 "moe",
