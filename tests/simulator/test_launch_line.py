@@ -400,7 +400,7 @@ def test_every_option_of_a_parser_has_one_meaning(engine):
         ("sglang", "--attention-backend fa3"), ("sglang", "--enable-symm-mem"),
         ("sglang", "--fp8-gemm-runner-backend cutlass"), ("sglang", "--enable-torch-compile"),
         ("sglang", "--speculative-attention-mode decode"),
-        ("sglang", "--disable-shared-experts-fusion"),
+        ("sglang", "--enforce-disable-flashinfer-allreduce-fusion"),
     ],
 )  # fmt: skip
 def test_a_choice_of_kernels_is_named_as_one(engine, options):
