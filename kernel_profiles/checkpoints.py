@@ -25,7 +25,20 @@ _STORED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "-mxfp4": ({"expert_dtype": "mxfp4"}, "experts alone, as GPT-OSS"),
 }
-_MODELOPT = (_FP8 | {"kv_cache_dtype": "fp8"}, "a scale a tensor, as NVIDIA's ModelOpt")
+_OF_COMPRESSOR = (_FP8, "a scale a tensor or channel, as llm-compressor's FP8")
+#: What ``-FP8`` means in the names of publishers that quantize others' models.
+_PUBLISHERS = {
+    "nvidia": (_FP8 | {"kv_cache_dtype": "fp8"}, "a scale a tensor, as NVIDIA's ModelOpt"),
+    "redhatai": _OF_COMPRESSOR,
+    "neuralmagic": _OF_COMPRESSOR,
+}
+
+
+def requantized(name: str, hf_id: str) -> bool:
+    """Return whether an id is of another publisher's FP8 weights than those of a known id."""
+    publisher = name.partition("/")[0].lower()
+    own = publisher == hf_id.partition("/")[0].lower()
+    return name.rstrip("/").lower().endswith("-fp8") and publisher in _PUBLISHERS and not own
 
 
 def fields_of(
@@ -60,8 +73,11 @@ def fields_of(
     if end == "-mxfp4" and not experts:
         return None
     stored, how = _STORED[end]
-    if end == "-fp8" and "nvidia" in (name.partition("/")[0], dims["hf_id"].partition("/")[0]):
-        stored, how = _MODELOPT
+    if end == "-fp8":
+        publishers = (each.partition("/")[0].lower() for each in (name, dims["hf_id"]))
+        known_by = (_PUBLISHERS[each] for each in publishers if each in _PUBLISHERS)
+        stored, how = next(known_by, (stored, how))
+    own_id = name.partition("/")[0].lower() in _PUBLISHERS
     # Not gates, embedding and lm_head.
     words = name[-len(end) :].upper()
     return (
@@ -70,7 +86,7 @@ def fields_of(
         | ({} if experts else {"expert_dtype": "bfloat16"})
         | {
             "name": f"{dims['name']}{words}",
-            "hf_id": f"{dims['hf_id']}{words}" if dims["hf_id"] else "",
+            "hf_id": name if own_id else f"{dims['hf_id']}{words}" if dims["hf_id"] else "",
             "source": f"{dims['source']}; weights stored {how}",
         }
     )

@@ -557,8 +557,9 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     # A file is a configuration, and so is a folder that has one, whatever they are called.
     on_disk = path.is_file() or (path / "config.json").is_file()
     if not on_disk and (known := matching(os.fspath(name), _spellings())) is not None:
-        dims = registry[known]
-        if not says_bf16(os.fspath(name)) or {dims.expert_dtype, dims.linear_dtype} == {"bfloat16"}:
+        dims, said = registry[known], os.fspath(name)
+        plain = {dims.expert_dtype, dims.linear_dtype} == {"bfloat16"}
+        if (plain or not says_bf16(said)) and not checkpoints.requantized(said, dims.hf_id):
             return dims
     if not on_disk and (checkpoint := _checkpoint(os.fspath(name))) is not None:
         return checkpoint

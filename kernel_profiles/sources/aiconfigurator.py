@@ -173,7 +173,7 @@ def moe_tables(
     seen: set[str] = set()
     for file in sources(gpu, "moe", engine, "moe_perf.parquet", version):
         frame = file.chosen(
-            hidden_size=model.hidden_size, inter_size=model.expert_intermediate_size,
+            hidden_size=model.expert_width, inter_size=model.expert_intermediate_size,
             num_experts=model.n_experts, topk=model.top_k, moe_dtype=dtype,
         )  # fmt: skip
         if frame.empty:

@@ -78,8 +78,9 @@ def marlin_tables(folder: Path) -> list[Path]:
 
 
 def _model(name: str) -> ModelDims:
-    """Return a model of the catalogue, or of the configurations that lie beside the tables."""
-    if name in list_models():
+    """Return a model of the catalogue, a checkpoint of one by its id, or a model of the
+    configurations that lie beside the tables."""
+    if "/" in name or name in list_models():
         return load_model(name)
     return load_model(packages()[0].folder.parents[1] / "model_configs" / f"{name}_config.json")
 

@@ -125,6 +125,20 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("aiconfigurator_core", None)
 
 
+def test_latent_experts_take_rows_of_their_own_width(package, tmp_path):
+    """Rows of the model's width would read experts that are several times as large."""
+    model = load_model("Qwen3-30B-A3B")
+    latent = model.model_copy(update={"hidden_size": 8192, "expert_hidden_size": 2048})
+    wide = latent.model_copy(update={"hidden_size": 2048, "expert_hidden_size": 512})
+    own = import_tables("H100", latent, tmp_path / "own")
+    (table,) = (t for p in own if (t := load_table(p)).metadata.framework == "vllm 0.24.0"
+                and t.metadata.kind == "moe")  # fmt: skip
+    assert table.metadata.shape["hidden_size"] == 2048
+    assert table.columns["latency_s"].max() < 99e-3  # those of 4,096 take as long
+    others = import_tables("H100", wide, tmp_path / "others")
+    assert not [p for p in others if load_table(p).metadata.kind == "moe"]
+
+
 def test_moe_rows_become_batches_and_distinct_experts(package, tmp_path):
     paths = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path / "out")
     tables = {path.name: load_table(path) for path in paths}

@@ -364,7 +364,7 @@ def test_a_shipped_table_of_an_older_kernel_may_be_given_as_ones_own():
         one.load()
         for one in shipped_tables()
         if (one.kind, one.gpu, one.metadata.kernel_source) == ("moe", "H200", "vllm_fused_moe")
-        and one.metadata.shape == moe_shape(2048, 768, 128, 8)
+        and (one.metadata.shape, one.metadata.dtype) == (moe_shape(2048, 768, 128, 8), "bfloat16")
     )
     newest, given = _build(gpu="H200"), _build(gpu="H200", tables=[older])
     assert given.provenance["moe"]["kernel_source"] == "vllm_fused_moe"

@@ -66,9 +66,9 @@ def test_every_imported_table_keeps_its_errors(kind):
     assert len(tables) > 10
     for one, metadata in tables[:: max(1, len(tables) // 12)]:
         assert metadata.fit_error == pytest.approx(left_out_errors(one.load()), abs=2e-6)
-    # Where caches hold all but the largest counts (L40S), two MoE tables have none to leave out.
+    # Where caches hold all but the largest counts (L40S), MoE tables have none to leave out.
     lacking = [one.name for one, m in tables if "leave_one_out_mean" not in m.fit_error]
-    assert len(lacking) <= 2
+    assert len(lacking) <= len(tables) / 100
     assert all(metadata.fit_error for _, metadata in tables)
 
 
