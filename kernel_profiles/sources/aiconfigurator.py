@@ -52,6 +52,7 @@ _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _SMALLEST, _LAUNCH_MS = 128, 0.01
 _CONVOLUTION_MS = 0.1  # of the smallest step: any longer is a launch
 _LARGE_BYTES = 1e9  # no cache holds
+_SLOWEST = 4.7  # times what reading takes
 _FASTER = 1.2  # than the peak bandwidth
 _NOTES = "CUDA graph timing, no L2 flush: points with data that fit the L2 cache read low"
 
@@ -198,6 +199,8 @@ def moe_tables(
                 continue
             if source in seen or points.batch.nunique() < 10:
                 continue
+            if _is_untuned(str(source), points, gpu, shard, ranks):
+                continue
             seen.add(str(source))
             notes = _NOTES
             if "balanced" not in set(points.routing):
@@ -227,6 +230,20 @@ def _reads_too_fast(frame: pd.DataFrame, gpu: str, model: ModelDims) -> bool:
     rate = read / (rows.latency / 1e3)
     large = read > _LARGE_BYTES
     return bool((rate[large] > _FASTER * load_gpu(gpu).memory_bandwidth).any())
+
+
+def _is_untuned(kernel: str, points: pd.DataFrame, gpu: str, shard: ModelDims, ranks: int) -> bool:
+    """Whether small batches take several times what reading their experts takes: a kernel that was
+    timed before the engine tunes it (5 to 8 times: FlashInfer's CUTLASS of vLLM 0.24 on Hopper for
+    FP8 scaled by tensors, MXFP4 of vLLM 0.19 on B200). Triton's for MXFP4 reads bfloat16."""
+    if "triton" in kernel or shard.expert_intermediate_size % 64:
+        return False
+    fewest, experts = points.distinct_experts.min(), shard.n_experts // ranks
+    few = points.batch * shard.top_k <= 8 * shard.n_experts
+    read = points[few & (points.distinct_experts > 0.95 * experts)]
+    more_s = (read.latency.min() - points.latency.min()) / 1e3  # than the smallest batch
+    least_s = (experts - fewest) * shard.bytes_per_expert / load_gpu(gpu).memory_bandwidth
+    return len(read) > 0 and bool(more_s > _SLOWEST * least_s)
 
 
 def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 1) -> float:

@@ -12,6 +12,7 @@ from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.sources import aiconfigurator
 from eldr_sim.kernel_profiles.sources.aiconfigurator import balanced_distinct, expected_distinct
 from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
 from eldr_sim.kernel_profiles.tables.format import load_table, mla_shape, moe_shape
@@ -117,12 +118,30 @@ def package(tmp_path, monkeypatch):
         "comm/nccl/2.9.0/nccl_perf.parquet",
         [nccl | {"device": "x", "message_size": s, "latency": 0.02} for s in (256, 512)],
     )
+    monkeypatch.setattr(aiconfigurator, "_SLOWEST", 1000.0)  # the numbers are round ones
     monkeypatch.syspath_prepend(str(root.parent))
     for name in [name for name in sys.modules if name.split(".")[0] == "aiconfigurator_core"]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
     yield root
     sys.modules.pop("aiconfigurator_core", None)
+
+
+def test_a_kernel_that_was_timed_untuned_is_left_out(package, tmp_path, monkeypatch):
+    """Reading all 128 experts of Qwen3-30B-A3B takes 0.36 ms."""
+    monkeypatch.setattr(aiconfigurator, "_SLOWEST", 4.7)
+    file = package / "systems" / "data" / "h100_sxm" / "moe" / "vllm" / "0.23.0"
+    file.mkdir()
+    rows = [
+        row | {"latency": each_ms * min(128, 8 * row["num_tokens"])}
+        for kernel, each_ms in (("tuned", 0.004), ("untuned", 0.02))
+        for row in _moe_rows("0.23.0", kernel)
+    ]
+    pd.DataFrame(rows).to_parquet(file / "moe_perf.parquet")
+    paths = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path / "out")
+    kernels = {load_table(path).metadata.kernel_source for path in paths}
+    assert "tuned" in kernels
+    assert "untuned" not in kernels
 
 
 def test_latent_experts_take_rows_of_their_own_width(package, tmp_path):

@@ -194,8 +194,8 @@ def test_every_shipped_table_is_valid_named_after_its_content_and_sourced():
     assert sum(path.stat().st_size for path in files) < 4_200_000
 
 
-#: Kernels that read MXFP4 several times: Triton's turns it into bfloat16, vLLM's before 0.20.
-REREADS = ("sglang_fused_moe_triton", "vllm_mxfp4_moe")
+#: Turns MXFP4 into bfloat16, which it reads.
+REREADS = "sglang_fused_moe_triton"
 
 
 @on_each(
@@ -209,15 +209,16 @@ def test_a_layer_of_many_experts_takes_what_reading_them_takes(one):
     inner = shape["hidden_size"] * shape["expert_intermediate_size"]
     expert = shape.get("matrices", 3) * inner * bits / 8
     odd = shape["expert_intermediate_size"] % 64
-    if expert < 2e6 or odd or metadata.kernel_source.startswith(REREADS):
-        pytest.skip("small or odd experts, or read more than once")
+    if odd or metadata.kernel_source.startswith(REREADS):
+        pytest.skip("odd experts, or read more than once")
     experts = shape["n_experts"] // shape.get("expert_parallel_size", 1)
     few = columns["batch"] * shape["top_k"] <= 8 * shape["n_experts"]
     full = columns["latency_s"][few & (columns["distinct_experts"] > 0.95 * experts)]
-    if not len(full) or experts < 16:
-        pytest.skip("too few experts")
-    read_s = experts * expert / load_gpu(metadata.gpu).memory_bandwidth
-    assert full.min() < 4.5 * read_s
+    if not len(full):
+        pytest.skip("no such rows")
+    more = experts - columns["distinct_experts"].min()
+    read_s = more * expert / load_gpu(metadata.gpu).memory_bandwidth
+    assert full.min() - columns["latency_s"].min() < 4.7 * read_s
 
 
 def test_find_prefers_own_tables_then_the_newest_kernel():
