@@ -11,6 +11,11 @@ _UNPUBLISHED = {
     "published_total_params": 0, "published_active_params": 0, "published_source": "",
 }  # fmt: skip
 _FP8 = {"linear_dtype": "fp8", "expert_dtype": "fp8"}
+_INT4 = (
+    {"linear_dtype": "int4_g128", "expert_dtype": "int4_g128"},
+    "as AWQ and GPTQ: 4 bits, a scale for 128 of them",
+)
+_INT8 = {"linear_dtype": "int8", "expert_dtype": "int8"}, "as llm-compressor's W8A8"
 #: How linear layers, experts and KV cache are stored, by the end of a name, and what says so.
 _STORED: dict[str, tuple[dict[str, str], str]] = {
     "-fp8-dynamic": (_FP8, "a scale a channel, as llm-compressor's FP8_DYNAMIC"),
@@ -24,6 +29,12 @@ _STORED: dict[str, tuple[dict[str, str], str]] = {
         "as Qwen3-235B-A22B-NVFP4's hf_quant_config.json stores them",
     ),
     "-mxfp4": ({"expert_dtype": "mxfp4"}, "experts alone, as GPT-OSS"),
+    **dict.fromkeys(("-awq", "-gptq-int4", "-quantized.w4a16"), _INT4),
+    **dict.fromkeys(("-quantized.w8a8", "-w8a8"), _INT8),
+    "-gptq-int8": (
+        {"linear_dtype": "int8_wo", "expert_dtype": "int8_wo"},
+        "as GPTQ of 8 bits: weights alone",
+    ),
 }
 _OF_COMPRESSOR = (_FP8, "a scale a tensor or channel, as llm-compressor's FP8")
 #: What ``-FP8`` means in the names of publishers that quantize others' models.

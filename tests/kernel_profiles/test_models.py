@@ -291,7 +291,7 @@ def test_no_name_is_taken_for_another_model_s(name):
 
 @on_each(
     "written",
-    ["Qwen/Qwen3-32B-AWQ", "Qwen3-30B", "DeepSeek-V3-INT8", "unsloth/gpt-oss-120b-BF16",
+    ["Qwen/Qwen3-32B-EXL2", "Qwen3-30B", "DeepSeek-V3-INT8", "unsloth/gpt-oss-120b-BF16",
      "unsloth/DeepSeek-R1-BF16"],
 )  # fmt: skip
 def test_precisions_and_sizes_are_never_dropped(written):
@@ -361,6 +361,9 @@ PUBLISHED = [
     ("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, "bfloat16 bfloat16 bfloat16"),
     ("zai-org/GLM-4.7-FP8", 353, "fp8 fp8 bfloat16"),
     ("nvidia/DeepSeek-R1-0528-FP4-v2", 671, "bfloat16 nvfp4 fp8"),
+    ("Qwen/Qwen3-32B-AWQ", 32.8, "int4_g128 bfloat16 bfloat16"),
+    ("Qwen/Qwen3-30B-A3B-GPTQ-Int4", 30.5, "int4_g128 int4_g128 bfloat16"),
+    ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", 8.03, "int8 bfloat16 bfloat16"),
     ("nvidia/Qwen3-30B-A3B-FP8", 30.5, "fp8 fp8 fp8"),
     ("RedHatAI/Qwen3-30B-A3B-FP8", 30.5, "fp8 fp8 bfloat16"),
     ("Qwen/Qwen3-30B-A3B-FP8", 30.5, "fp8_block fp8_block bfloat16"),
