@@ -50,6 +50,8 @@ _MSA_HIDDEN = 6144  # of MiniMax-M3, the one model with MSA rows
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _SMALLEST, _LAUNCH_MS = 128, 0.01
+_INTEGERS = {"int4_g128": "int4_wo", "int8_wo": "int8_wo", "int8": "sq"}
+"""GEMMs of integers by the package's names: weights alone, and W8A8 as SmoothQuant has it."""
 _CONVOLUTION_MS = 0.1  # of the smallest step: any longer is a launch
 _LARGE_BYTES = 1e9  # no cache holds
 _SLOWEST = 4.7  # times what reading takes
@@ -454,8 +456,8 @@ def gemm_tables(
     The newest vLLM that has rows, or SGLang (same kernels) where vLLM's rows time the launch: FP8
     takes 20 us on a B200 for a matrix of 128 x 128 (5 under SGLang), FP8 blocks 60 us on an H100 or
     H200, 150 and more on a B200, for that matrix as for one of 8192 x 8192. Blocks are always
-    SGLang's."""
-    engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
+    SGLang's; weights of 4 and 8 bits TensorRT-LLM's, on an A100 (:data:`_INTEGERS`)."""
+    engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang", "trtllm")
     engines = engines if engine == "vllm" else (engine, *engines)
     frames = [
         file
@@ -465,7 +467,7 @@ def gemm_tables(
         )
     ]
     for file in frames:
-        rows = file.chosen(gemm_dtype=dtype)
+        rows = file.chosen(gemm_dtype=_INTEGERS.get(dtype, dtype))
         if rows.empty:
             continue
         rows = rows[rows.m.isin(_GEMM_ROWS)]

@@ -182,7 +182,7 @@ def _kernel(table: LatencyTable) -> tuple[object, ...]:
 
 
 def _gpu_tables(gpu: str, engine: Engine) -> Iterator[LatencyTable]:
-    for dtype in ("bfloat16", "fp8", "nvfp4"):
+    for dtype in ("bfloat16", "fp8", "nvfp4", "int4_g128", "int8_wo", "int8"):
         yield from aiconfigurator.gemm_tables(gpu, dtype, *engine)
     yield from collective_tables(gpu)
     yield from all_to_all_tables(gpu)
