@@ -24,13 +24,7 @@ from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.validation.published import advice, silicon_rows
 from eldr_sim.validation.published.journal import OF_RECORD, predicted
-from eldr_sim.validation.published.silicon import (
-    Form,
-    Load,
-    case_tables,
-    predict_load,
-    tokenizer_mode,
-)
+from eldr_sim.validation.published.silicon import Form, case_tables, load_of, predict_load
 from eldr_sim.validation.published.silicon_rows import (
     GPUS,
     MEASURED_MODELS,
@@ -60,8 +54,9 @@ class Row:
     def key(self) -> str:
         """What rows share that one simulation predicts."""
         assert self.run is not None
-        mode = tokenizer_mode(self.run.version, MEASURED_MODELS[self.target].tokenizes)
-        return f"{self.target} {mode} {self.run.case}"
+        load = load_of(self.run, MEASURED_MODELS[self.target])
+        version = filter(None, [load.engine_version])
+        return " ".join([self.target, load.tokenizer_mode, *version, str(load.case)])
 
 
 def read(path: Path | None = None) -> list[Row]:
@@ -157,7 +152,7 @@ def _figures(row: Row, folder: str) -> dict[str, float] | str:
                 made.mkdir(parents=True, exist_ok=True)
                 case_tables(made, [case], target.moe_kernels[0], target, form)
                 made.rename(tables)  # only whole: what is refused is refused each time
-        load = Load(case, tokenizer_mode(row.run.version, target.tokenizes))
+        load = load_of(row.run, target)
         has_tables = any(tables.iterdir())
         of_experts = None if target.dims().is_dense else trace
         return predict_load(load, target, form, tables if has_tables else None, of_experts)

@@ -121,6 +121,15 @@ class Load(NamedTuple):
 
     case: Case
     tokenizer_mode: Mode
+    engine_version: str | None = None  #: None: rules and kernels of the newest
+
+
+def load_of(run: MeasuredRun, target: MeasuredModel) -> Load:
+    """Return a row's configuration. Nightly builds and rows without a version have the newest
+    rules, and so has TensorRT-LLM, of which none depends on it."""
+    numbered = re.match(r"\d+(\.\d+)+(\.post\d+)?", run.version)
+    version = numbered[0] if numbered and target.backend != "trtllm" else None
+    return Load(run.case, tokenizer_mode(run.version, target.tokenizes), version)
 
 
 def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]:
@@ -458,18 +467,20 @@ def predict_load(
     """Return the mean ``tpot`` and ``ttft`` of a configuration, ms. ``tables``: beyond the shipped
     ones, from :func:`case_tables`; ``trace``: routing of a MoE model."""
     fields = case_fields(load.case, target, form) | front_end(form, load.tokenizer_mode)
+    fields["engine_version"] = load.engine_version
     fields |= {} if tables is None else {"tables": str(tables)}
     times = request_times(simulate(fields, trace, _closed_loop(load.case, target)))
     return {name: 1e3 * float(np.nanmean(times[name])) for name in ("tpot", "ttft")}
 
 
 def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> PublishedRow[Load]:
-    case, mode = row.case, tokenizer_mode(row.version, target.tokenizes)
+    load = load_of(row, target)
+    case, mode = load.case, load.tokenizer_mode
     labels = {k: v for k, v in vars(case).items() if k not in ("prefill", "script")}
     labels |= {"kind": case.kind, "prefill_workers": case.prefill.count}
     labels |= {"tokenizer_mode": mode if form.frontend else "", "version": row.version}
     labels |= {"date": row.date, "excluded": row.excluded}
-    return PublishedRow(Load(case, mode), labels, {"tpot": row.tpot_ms, "ttft": row.ttft_ms}, {})
+    return PublishedRow(load, labels, {"tpot": row.tpot_ms, "ttft": row.ttft_ms}, {})
 
 
 def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
