@@ -17,7 +17,12 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NO_POOL
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
-from eldr_sim.simulator.setup.config.engine_rules import OPTIONS, chat_template_s, version_fields
+from eldr_sim.simulator.setup.config.engine_rules import (
+    OPTIONS,
+    api_servers,
+    chat_template_s,
+    version_fields,
+)
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
 from eldr_sim.simulator.setup.config.pools import pools_of
@@ -321,7 +326,12 @@ def _front_end(config: RunConfig, model: ModelDims) -> FrontEndSpec | None:
     return FrontEndSpec(
         load_front_end(config.front_end.frontend).compiling(template_s).slower(slowdown),
         config.front_end.tokenizer_mode,
-        config.front_end.api_servers or sum(p.workers for p in config.pools if p.name in entry),
+        config.front_end.api_servers
+        or sum(
+            p.workers * api_servers(p.engine, p.engine_version, p.parallelism.data_parallel_size)
+            for p in config.pools
+            if p.name in entry
+        ),
         config.front_end.tokenizer_threads,
     )
 

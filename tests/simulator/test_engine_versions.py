@@ -58,6 +58,23 @@ def test_older_engines_hold_less():
     assert own / float(row["kv_gib"]) == pytest.approx(1.23, abs=0.01)
 
 
+@on_each(
+    "engine, topology, given, servers",
+    [
+        ("vllm", "2C", {}, 2), ("vllm", "2C", {"data_parallel_size": 4}, 8),
+        ("vllm==0.14", "2C", {"data_parallel_size": 4}, 2),
+        ("sglang", "2C", {"data_parallel_size": 4}, 2),
+        ("vllm", "2P1D", {"data_parallel_size": 4}, 8),
+        ("vllm", "2C", {"data_parallel_size": 4, "api_servers": 3}, 3),
+    ],
+)  # fmt: skip
+def test_vllm_starts_an_api_server_for_each_engine(engine, topology, given, servers):
+    """Since its pull request 32525 (January 2026)."""
+    asked = {"topology": topology, "model": "Qwen3-30B-A3B", "engine": engine} | given
+    config = make_config(asked | {"enable_expert_parallel": True})
+    assert _front_end(config, load_model("Qwen3-30B-A3B")).n_servers == servers
+
+
 def fields(**given):
     return make_config({"topology": "1C", "model": "Llama-3.1-8B"} | given)
 

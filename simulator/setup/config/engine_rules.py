@@ -282,6 +282,12 @@ def chat_template_s(engine: Engine, version: str | None, model: ModelDims) -> fl
     return CHAT_TEMPLATE_S if compiles and not model.name.lower().startswith("gpt-oss") else 0.0
 
 
+def api_servers(engine: Engine | None, version: str | None, n_engines: int) -> int:
+    """Return the API servers of a worker of ``n_engines``: in vLLM one for each of them since 0.15
+    (vllm-project/vllm pull request 32525), else one."""
+    return n_engines if engine == "vllm" and not before(version, 0, 15) else 1
+
+
 def version_fields(engine: str, version: str | None) -> dict[str, Any]:
     """Return the fields that a version of an engine has other defaults of; none without a version.
 

@@ -384,7 +384,7 @@ class FrontEndConfig(Fields):
     batch."""
     api_servers: int | None = Field(default=None, ge=1, le=1024)
     """Number of API servers, which take requests in turn. Default: one per worker that receives
-    requests."""
+    requests, of vLLM since 0.15 one per data-parallel engine."""
     cpu_slowdown: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
     """Factor on the table's times, for a slower API server CPU."""
     handover: Literal["none", "vllm_nixl"] = "none"
