@@ -45,11 +45,16 @@ _PUBLISHERS = {
 }
 
 
+def _publisher(name: str) -> str:
+    return name.partition("/")[0].lower()
+
+
 def requantized(name: str, hf_id: str) -> bool:
-    """Return whether an id is of another publisher's FP8 weights than those of a known id."""
-    publisher = name.partition("/")[0].lower()
-    own = publisher == hf_id.partition("/")[0].lower()
-    return name.rstrip("/").lower().endswith("-fp8") and publisher in _PUBLISHERS and not own
+    """Return whether a name ends in ``-FP8`` and its publisher quantized the model of ``hf_id``,
+    which another one published."""
+    by = _publisher(name)
+    is_fp8 = name.rstrip("/").lower().endswith("-fp8")
+    return is_fp8 and by in _PUBLISHERS and by != _publisher(hf_id)
 
 
 def fields_of(
@@ -85,10 +90,9 @@ def fields_of(
         return None
     stored, how = _STORED[end]
     if end == "-fp8":
-        publishers = (each.partition("/")[0].lower() for each in (name, dims["hf_id"]))
-        known_by = (_PUBLISHERS[each] for each in publishers if each in _PUBLISHERS)
-        stored, how = next(known_by, (stored, how))
-    own_id = name.partition("/")[0].lower() in _PUBLISHERS
+        of_base = _PUBLISHERS.get(_publisher(dims["hf_id"]), (stored, how))
+        stored, how = _PUBLISHERS.get(_publisher(name), of_base)
+    own_id = _publisher(name) in _PUBLISHERS
     # Not gates, embedding and lm_head.
     words = name[-len(end) :].upper()
     return (

@@ -117,7 +117,7 @@ FORMS: dict[str, Form] = {
 
 
 class Load(NamedTuple):
-    """A configuration with what its engine's version says of its API servers."""
+    """A configuration, its engine's version, and how the API servers of that version tokenise."""
 
     case: Case
     tokenizer_mode: Mode
