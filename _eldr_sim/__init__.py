@@ -31,7 +31,10 @@ __all__ = [
     "write_report",
 ]  # fmt: skip
 
-_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+#: Variables of the environment while modules are imported, where they are not set: no search for
+#: plugins of pydantic, of which our models have none; idle threads of NumPy's BLAS sleep instead of
+#: waiting busily for 2^26 cycles (OpenBLAS's default).
+_MEANWHILE = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "OPENBLAS_THREAD_TIMEOUT": "4"}
 _HOME = {
     "Simulation": "eldr_sim.cli.api_simulation",
     "run": "eldr_sim.cli.api",
@@ -60,21 +63,19 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def _at_once() -> Iterator[None]:
-    """Import modules without what only takes time: the search for garbage, of which they leave
-    none, and for plugins of pydantic, of which our models have none. Where Python has not looked
-    through all objects yet, those that are there are its modules and ours, and no longer looked at:
-    each look was a twentieth of a short run, and there are four at the end."""
+    """Import modules without what only takes time: `_MEANWHILE`, and the search for garbage, of
+    which they leave none. Where Python has not looked through all objects yet, those that are there
+    are its modules and ours, and no longer looked at: each look was a twentieth of a short run, and
+    there are four at the end."""
     is_young, is_on = gc.get_stats()[2]["collections"] == 0, gc.isenabled()
-    given = os.environ.get(_PLUGINS)
-    os.environ[_PLUGINS] = "__all__"
+    ours = {name: value for name, value in _MEANWHILE.items() if name not in os.environ}
+    os.environ |= ours
     gc.disable()
     try:
         yield
     finally:
-        if given is None:
-            del os.environ[_PLUGINS]
-        else:
-            os.environ[_PLUGINS] = given
+        for name in ours:
+            del os.environ[name]
         if is_young:
             gc.freeze()
         if is_on:
