@@ -8,10 +8,16 @@ planner's bounds and the comparisons with real engines all come here. A step com
 
 Every weight is read once for all of them."""
 
+from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
-from eldr_sim.jit import njit
+import numpy as np
+
+from eldr_sim.arrays import Floats, Ints
+from eldr_sim.jit import Entry, njit
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+from eldr_sim.references import Reference
 
 
 class StepParts(NamedTuple):
@@ -186,6 +192,67 @@ def step_parts(
     kernels_s = moe + attention + dense + head + collectives
     host = cost.host_s + launch_wait_s(cost, kernels_s, computed, n_chunks > 0)
     return StepParts(moe, attention, dense, head, collectives, host, 0.0, 0.0, 0.0)
+
+
+class StepPricer:
+    """Prices steps for Python, without loading the compiler: `step_parts` on arrays that stay.
+    ``cost``: tables of the engine; ``most``: prompt chunks of a step."""
+
+    def __init__(self, cost: StepCost, most: int) -> None:
+        first, count = np.zeros((2, most), np.int64)
+        layers, found = np.zeros(max(cost.n_moe_layers, 1)), np.zeros(len(StepParts._fields))
+        self._step, self._alone = _Step(cost, first, count, layers, found), Lock()
+        self._reference = Reference(self._step)
+
+    def parts(
+        self,
+        batch: int,
+        context: float,
+        chunks: Ints,
+        rows: int,
+        activated: Sequence[float] | Floats | None,
+    ) -> StepParts:
+        """Return the time of one engine step by component.
+
+        Args:
+            batch: sequences that decode a token each.
+            context: tokens that these attend to, themselves included.
+            chunks: int64 ``[chunks, 2]``, cached and new tokens of each prompt chunk.
+            rows: rows of lm_head.
+            activated: experts of each MoE layer on its busiest rank; empty: a dense model; None:
+                uniform routing.
+
+        Returns:
+            Seconds by component.
+        """
+        step, n = self._step, len(chunks)
+        with self._alone:
+            step.first[:n], step.count[:n] = chunks[:, 0], chunks[:, 1]
+            if activated is not None:
+                step.activated[: len(activated)] = activated
+            _write_parts(self._reference, batch, context, n, rows, activated is None)
+            return StepParts(*step.found.tolist())
+
+
+class _Step(NamedTuple):
+    cost: Any
+    first: Any
+    count: Any
+    activated: Any
+    found: Any
+
+
+@Entry
+def _write_parts(
+    step: Any, batch: int, context: float, n_chunks: int, rows: int, uniform: int
+) -> int:
+    first, count = step.first[:n_chunks], step.count[:n_chunks]
+    parts = step_parts(
+        step.cost, batch, batch, context, first, count, rows, step.activated, uniform != 0
+    )
+    for i in range(len(parts)):
+        step.found[i] = parts[i]
+    return 0
 
 
 @njit()

@@ -12,13 +12,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kept import kept
+from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
@@ -27,14 +28,9 @@ from eldr_sim.kernel_profiles.steps.calibration import Calibration
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.steps.parts import MoELayer, Parts
-from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, weakest
+from eldr_sim.kernel_profiles.steps.step_cost import StepParts, StepPricer
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, provenance_of, weakest
 from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
-
-if TYPE_CHECKING:
-    from eldr_sim.kernel_profiles.steps.step_cost import StepParts
-
-from eldr_sim.kernel_profiles.kernels import roofline
-from eldr_sim.kernel_profiles.tables.format import provenance_of
 
 _DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
 
@@ -92,8 +88,6 @@ class StepTimeModel:
         themselves included; ``chunks``: (cached tokens, new ones) of contexts computed;
         ``activated``: experts of each MoE layer on its busiest rank; None, for steps with chunks:
         uniform routing; ``rows``: of lm_head, one for each sequence and chunk when not given."""
-        from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
-
         sizes = np.array(chunks, np.int64).reshape(-1, 2)
         tokens = batch + int(sizes[:, 1].sum())
         rows = batch + len(sizes) if rows is None else rows
@@ -112,15 +106,7 @@ class StepTimeModel:
             )
         if activated is not None and len(activated) != self.n_moe_layers:
             raise InputError("activated", f"{len(activated)} layers", str(self.n_moe_layers))
-        # A dense model's steps stand for a layer without experts.
-        known = activated is not None and self.n_moe_layers
-        counts = np.asarray(activated, float) if known else np.zeros(self.n_moe_layers or 1)
-        first, count = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
-        parts: StepParts = step_parts(
-            self.cost, batch, batch, context, first, count, rows, counts,
-            activated is None,
-        )  # fmt: skip
-        return parts
+        return _pricer(self).parts(batch, context, sizes, rows, activated)
 
     def rank_moe(self, slots: int, max_pairs: int) -> RankMoE:
         """Return the time of one MoE layer on a rank that tokens are dispatched to: one GPU that
@@ -161,6 +147,11 @@ class StepTimeModel:
         budget = len(self.cost.mixed_moe_s) - 1
         starts = range(0, tokens, budget)
         return math.fsum(self.prefill_s([min(budget, tokens - at)], [at]) for at in starts)
+
+
+@lru_cache(maxsize=16)
+def _pricer(times: StepTimeModel) -> StepPricer:
+    return StepPricer(times.cost, times.max_num_seqs)
 
 
 def build_step_time_model(
@@ -353,15 +344,13 @@ _TYPICAL = 16  #: sequences of the decode step whose shares are named
 def _missing(parts: Parts, cost: StepCost, command: str) -> list[str]:
     """Return a warning for each component without a table: its share of a decode step, and the
     command that brings one."""
-    from eldr_sim.kernel_profiles.steps.step_cost import step_parts
-
     whole, gpu = parts.whole, parts.gpu
     batch = min(_TYPICAL, len(cost.attention_s) - 1)
     context = min(4096, cost.context_stride * (cost.attention_s.shape[1] - 1))
     ranks = parts.parallelism.n_expert_ranks
     experts = np.full(max(whole.n_moe_layers, 1), min(whole.n_experts / ranks, batch * whole.top_k))
-    none = np.zeros(0, np.int64)
-    seconds = step_parts(cost, batch, batch, batch * context, none, none, batch, experts, False)
+    none = np.zeros((0, 2), np.int64)
+    seconds = StepPricer(cost, 0).parts(batch, batch * context, none, batch, experts)
     shares = seconds._asdict()
     lines = []
     for component in parts.missing:

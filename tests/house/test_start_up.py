@@ -40,10 +40,12 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
             "run --help": FIGURES,
             "tables list": TABLES,
             f"run --policy jsq {SHORT}": PLOTS | ARROW | {"scipy.optimize", "joblib"},
+            f"run --policy domain {SHORT}": PLOTS,
         },
         # The one before has filled the cache; results are read without pandas.
         {
             f"run --policy jsq {SHORT}": NOT_IN_A_RUN,
+            f"run --policy domain {SHORT}": {"numba", "pandas"},
             f"run --policy jsq {SHORT} --out FOLDER": {"pandas"},
             "explain FOLDER": {"pandas"},
         },

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim import cache
 from eldr_sim.arrays import Array, Words
 from eldr_sim.errors import InputError
-from eldr_sim.jit import Entry, lowest, njit
+from eldr_sim.jit import Entry, lowest
 from eldr_sim.references import Reference
 
 _CHUNK_ROWS = 1 << 13
@@ -92,9 +92,19 @@ def count_rows(bits: Words, n_experts: int) -> NDArray[np.uint32]:
     return counts[:, :n_experts]
 
 
-@njit()
-def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
+def add_counts(bits: Words, first: int, end: int, counts: NDArray[np.uint32]) -> None:
     """Add rows ``first`` to ``end`` to ``counts``, uint32 ``[layers, 64 * words]``."""
+    _add_counts(Reference(_Counted(bits, counts)), first, end)
+
+
+class _Counted(NamedTuple):
+    bits: Any
+    counts: Any
+
+
+@Entry
+def _add_counts(of: Any, first: int, end: int) -> int:
+    bits, counts = of.bits, of.counts
     for row in range(first, end):
         for layer in range(bits.shape[1]):
             for w in range(bits.shape[2]):
@@ -102,6 +112,7 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
                 while word != 0:
                     counts[layer, 64 * w + lowest(word)] += 1
                     word &= word - np.uint64(1)
+    return 0
 
 
 def kept_bits(
