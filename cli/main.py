@@ -12,7 +12,7 @@ _COMMANDS = {
     "compare": ("compare:compare", "Compare policies on the same requests."),
     "curve": ("trace:curve", "Show what a cache of any size would find in a log."),
     "explain": ("report:explain", "Say where time went in a run, or why two runs differ."),
-    "explore": ("report:explore", "Explore clusters on a page in the browser."),
+    "explore": ("explore:explore", "Explore clusters on a page in the browser."),
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),
     "gpus": ("listing:gpus", "List the known GPUs."),
     "models": ("listing:models", "List the known models."),

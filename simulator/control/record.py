@@ -1,14 +1,18 @@
 """What happened in a run."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.plane import state
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-from eldr_sim.simulator.setup.fault_plan import Fault
+
+if TYPE_CHECKING:  # who reads results needs no cluster
+    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+    from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: ``state.REQUEST`` as results have it: `with_columns`.
 REQUEST = np.dtype(

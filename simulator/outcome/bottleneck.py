@@ -3,9 +3,11 @@
 Engines note at each step how many requests wait, and why the next one was not admitted
 (`state.STEP`), so that a limit is named only where it kept requests waiting."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +26,9 @@ from eldr_sim.simulator.plane.state import (
     OVERLOADED,
     PUT_OFF,
 )
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 
 #: By the time that ends it: what a request does until then. It waits in those marked.
 PHASES: dict[str, tuple[str, bool]] = {

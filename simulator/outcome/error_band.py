@@ -4,15 +4,18 @@
 (`eldr_sim.validation.published.bands`, which has the method). This module only looks a run up: in
 the narrowest cell of runs like it, and says how many runs and publishers the cell rests on."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.simulator.setup.config.groups import ServiceLevel
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.models import ModelDims
+    from eldr_sim.simulator.setup.config.groups import ServiceLevel
 
 METRICS = ("ttft", "tpot", "throughput")
 #: Most requests in flight on a worker, by load.
@@ -111,7 +114,7 @@ def at_bad_end(level: ServiceLevel, band: Mapping[str, Any]) -> ServiceLevel:
     high = {name: band[name]["high"] for name in ("ttft", "tpot")}
     high["e2el"] = max(high.values())
     bounds = level.model_dump(exclude_none=True)
-    return ServiceLevel(**{name: bound / high[name] for name, bound in bounds.items()})
+    return type(level)(**{name: bound / high[name] for name, bound in bounds.items()})
 
 
 def relative(bands: Mapping[str, Any] | None = None) -> dict[str, Any]:

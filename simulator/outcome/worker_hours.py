@@ -1,13 +1,17 @@
 """How long workers are there, and what that takes: GPU-hours and dollars."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
-from eldr_sim.simulator.setup.config.pools import WorkerPool
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.setup.config.pools import WorkerPool
 
 #: The states in which a worker holds its GPUs.
 PAID = {"starting": STARTING, "ready": READY, "draining": DRAINING}

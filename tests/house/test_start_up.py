@@ -50,7 +50,7 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
             "explain FOLDER": {"pandas"},
         },
         {"plan --help": PLOTS | {"joblib", "pandas", "scipy.special", "scipy.optimize"}},
-        {"gpus": COMPILER},
+        {"explain --help": COMPILER | ARROW | {"pydantic", "llvmlite"}, "gpus": COMPILER},
     ],
 )
 def test_a_command_imports_no_more_than_it_needs(commands, tmp_path):
