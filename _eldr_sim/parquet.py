@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,3 +164,40 @@ def texts(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
     joined = b"".join([data[code] for code in codes.tolist()])
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(joined)]
     return pa.Array.from_buffers(pa.string(), len(codes), buffers)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return a table of rows.
+
+    Args:
+        rows: values by column, those of the first one.
+
+    Returns:
+        The same as ``pa.Table.from_pylist(rows)``.
+    """
+    names = rows[0] if rows else ()
+    return pa.table({name: array_of([row.get(name) for row in rows]) for name in names})
+
+
+def array_of(values: Sequence[Any]) -> pa.Array:
+    """Return an Arrow column of numbers, truth values or texts, null where a value is None.
+
+    Args:
+        values: the values.
+
+    Returns:
+        The same as ``pa.array(values)``.
+    """
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {str}:
+        texts = pa.lib.StringBuilder()
+        texts.append_values(values)
+        return texts.finish()
+    if not kinds:
+        return pa.nulls(len(values))
+    if not (kinds == {bool} or kinds <= {int, float}):
+        return pa.array(values)
+    null = np.array([value is None for value in values])
+    numbers = [0 if value is None else value for value in values]
+    kind = "float64" if float in kinds else "int64" if int in kinds else "bool"
+    return column(np.array(numbers), kind, null if null.any() else None)

@@ -1,13 +1,14 @@
 """Autoscalers side by side on the same load, beside the best fixed fleet and a timetable."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.compare.paired import run_paired
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
@@ -15,6 +16,9 @@ from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.catalogue import Headline, number
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _WELL = 0.95  #: the best fixed fleet is the cheapest one that serves this share of requests well
 #: The figures of a rule, by the headings of their columns; means over seeds.
@@ -74,7 +78,7 @@ class ScalingComparison(Written):
     def tables(self) -> dict[str, pa.Table]:
         """Return the figures, a row a rule."""
         rows = [{"autoscaler": name, **figures} for name, figures in self.rules.items()]
-        return {"autoscalers": pa.Table.from_pylist(rows)}
+        return {"autoscalers": table_of(rows)}
 
 
 def compare_autoscalers(

@@ -3,20 +3,24 @@
 Each number of drafts runs the same closed loops as a plain engine, paired over seeds; it pays from
 the acceptance length on at which a verify step takes no longer than as many plain steps."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.compare.paired import run_paired
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.simulator.outcome.catalogue import Headline, number
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _REQUESTS = 6  #: requests of a closed loop for each that is in flight
 
@@ -127,7 +131,7 @@ class DraftComparison(Written):
 
     def tables(self) -> dict[str, pa.Table]:
         """Return the rows."""
-        return {"drafts": pa.Table.from_pylist(self._known())}
+        return {"drafts": table_of(self._known())}
 
     def _known(self) -> list[dict[str, Any]]:
         """Return the rows with None for what one seed does not give."""

@@ -1,14 +1,15 @@
 """Comparison of policies on the same requests, paired over seeds."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.compare.paired import PairedDifference, PairedRuns, headline_of, run_paired
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.policies import registry
@@ -16,6 +17,9 @@ from eldr_sim.simulator.outcome.catalogue import HEADLINE, Headline
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import servable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: Policies that balance load and ignore experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
@@ -54,7 +58,7 @@ class Comparison(Written):
             for index in range(self.n_seeds)
             for name, own in self.paired.summaries.items()
         ]
-        return pa.Table.from_pylist(rows)
+        return table_of(rows)
 
     @cached_property
     def best_load_balancer(self) -> str:

@@ -1,5 +1,7 @@
 """What-ifs: one change at a time compared with a base run, paired over seeds."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex
@@ -7,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs.run_cache import Summary
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline
@@ -36,6 +37,9 @@ REQUEST_FIELDS = (
     "seed", "sessions", "max_active_sessions", "turns", "calls_per_turn", "think_time", "tool_time",
     "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 #: What is in force of them, where that is not the field's own value.
 _IN_FORCE: dict[str, Callable[[run_config.RunConfig], Any]] = {
     "request_rate": lambda config: config.requests.effective_rate,
@@ -104,7 +108,7 @@ class WhatIf(Written):
             for name, summaries in self.named()
             for summary in summaries
         ]
-        return pa.Table.from_pylist(rows)
+        return table_of(rows)
 
     def named(self) -> list[tuple[str, tuple[Summary, ...]]]:
         """Return the names of the base run and of each change, with their summaries."""

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import array_of
 from eldr_sim.planning.runs import runner
 from eldr_sim.planning.runs.journal import Journal, open_journal
 from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
@@ -228,7 +229,7 @@ def _column(values: list[Any]) -> pa.Array:
     elif any(isinstance(value, float) for value in present):
         values = [None if value is None else float(value) for value in values]
     # A column without values gets the type of a metric.
-    return pa.array(values, None if present else pa.float64())
+    return array_of(values) if present else pa.nulls(len(values), pa.float64())
 
 
 def _write(folder: Path, spec: SweepSpec, result: SweepResult) -> None:

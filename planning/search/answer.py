@@ -1,16 +1,17 @@
 """What every plan answers: a question, rows, the best of them, notes, and the runs behind it."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar, Literal, TypeVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.runs.run_cache import RunCache
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
@@ -45,6 +46,9 @@ _ASSUMED = (
     "weakest_provenance", "provenance", "lookups_outside_tables", "decode_steps",
     "latency_warnings", "latency_notes", "kv_transfer", "trace",
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 
@@ -411,7 +415,7 @@ def points_table(runs: RunCache, axes: Axes) -> pa.Table:
         for config, summary in runs.made()
     ]
     rows.sort(key=lambda row: json.dumps(list(row.values())))
-    return pa.Table.from_pylist(rows)
+    return table_of(rows)
 
 
 def _of_the_day(answer: Answer) -> list[Row]:

@@ -15,6 +15,7 @@ from pyarrow import csv
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, no_progress
+from eldr_sim.parquet import table_of
 from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.run_cache import RunCache, Search, Summary
 from eldr_sim.planning.slo import Interval, paired_percent
@@ -112,7 +113,7 @@ class Reproduction:
     def table(self) -> pa.Table:
         """The rows."""
         rows = self.rows
-        return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows))
+        return rows if isinstance(rows, pa.Table) else table_of(list(rows))
 
 
 class Runner:
@@ -224,7 +225,7 @@ def _ends(claim: Claim) -> tuple[float | None, ...]:
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
     """Return a row per claim, with verdicts, as in ``docs/claims.csv`` (`docs/render.py take`)."""
-    return pa.Table.from_pylist(
+    return table_of(
         [
             {
                 "figure": reproduction.name,
