@@ -20,15 +20,33 @@ class Interval(NamedTuple):
     high: float
 
 
+#: Student's t for 95% intervals, by degrees of freedom from 1 on: the values of SciPy, which takes
+#: long to import.
+_T = (
+    12.706204736174694, 4.302652729749462, 3.1824463052837078, 2.7764451051977934,
+    2.5705818356363146, 2.4469118511449786, 2.364624251592784, 2.306004135204166,
+    2.262157162798205, 2.228138851986274, 2.200985160091639, 2.1788128296672284,
+    2.1603686564627913, 2.144786687917804, 2.131449545559776, 2.1199052992212546,
+    2.1098155778333156, 2.1009220402410382, 2.0930240544083087, 2.085963447265864,
+)  # fmt: skip
+
+
+def _t(freedom: int, confidence: float) -> float:
+    """Return how many standard errors an interval reaches to each side."""
+    if confidence == 0.95 and 0 < freedom <= len(_T):
+        return _T[freedom - 1]
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + confidence) / 2))
+
+
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return the mean of independent values with Student's t interval, n - 1 degrees of freedom."""
-    from scipy.special import stdtrit  # takes long to import
-
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return Interval(mean, math.nan, math.nan)
     standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    error = standard_error * float(stdtrit(len(values) - 1, (1 + confidence) / 2))
+    error = standard_error * _t(len(values) - 1, confidence)
     return Interval(mean, mean - error, mean + error)
 
 
@@ -103,13 +121,11 @@ class Objective:
 
         A look shows it by the mean less t standard errors. That is highest where all further seeds
         have one share, and concave in that share: taken where the derivative is zero, or at 1."""
-        from scipy.special import stdtrit  # takes long to import
-
         k, mean = len(shares), math.fsum(shares) / len(shares)
         square = math.fsum((share - mean) ** 2 for share in shares)
         for n in (n for n in self.looks if n > k):
             part, between = (n - k) / n, k * (n - k) / n
-            factor = float(stdtrit(n - 1, (1 + self._each) / 2)) ** 2 / (n * (n - 1))
+            factor = _t(n - 1, self._each) ** 2 / (n * (n - 1))
             above, steep = 1.0 - mean, factor * between - part**2
             if steep > 0.0:
                 above = min(above, part * math.sqrt(square / (between * steep)))
@@ -159,8 +175,6 @@ def block_interval(runs: Iterable[Sequence[tuple[int, int]]], confidence: float 
 
     The attainment is the ratio of their sums, the interval Student's t with the variance of a ratio
     estimator (Cochran, Sampling Techniques, 1977, eq. 6.13), widened as `attainment_interval`."""
-    from scipy.special import stdtrit  # takes long to import
-
     counts = np.array(list(runs), np.float64).sum(axis=0)
     good, every = counts[counts[:, 1] > 0].T
     p, n = float(good.sum() / every.sum()), len(every)
@@ -168,7 +182,7 @@ def block_interval(runs: Iterable[Sequence[tuple[int, int]]], confidence: float 
         return Interval(p, math.nan, math.nan)
     off = good - p * every
     error = math.sqrt(float((off**2).sum()) * n / (n - 1)) / float(every.sum())
-    half = error * float(stdtrit(n - 1, (1 + confidence) / 2))
+    half = error * _t(n - 1, confidence)
     requests = int(every.sum())
     return _widened(Interval(p, p - half, p + half), requests, confidence)
 

@@ -45,18 +45,21 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
         # The one before has filled the cache; results are read without pandas.
         {
             f"run --policy jsq {SHORT}": NOT_IN_A_RUN,
-            f"run --policy domain {SHORT}": {"numba", "pandas"},
-            f"run --policy jsq {SHORT} --out FOLDER": {"pandas"},
-            "explain FOLDER": {"pandas"},
+            f"run --policy domain {SHORT}": {"numba", "pandas", "scipy"},
+            f"compare --policy jsq --seeds 2 --jobs 1 {SHORT} --out FOLDER/of": {
+                "numba",
+                "pandas",
+                "scipy",
+            },
+            f"run --policy jsq {SHORT} --out FOLDER/run": {"pandas"},
+            "explain FOLDER/run": {"pandas"},
         },
         {"plan --help": PLOTS | {"joblib", "pandas", "scipy.special", "scipy.optimize"}},
         {"explain --help": COMPILER | ARROW | {"pydantic", "llvmlite"}, "gpus": COMPILER},
     ],
 )
 def test_a_command_imports_no_more_than_it_needs(commands, tmp_path):
-    commands = {
-        line.replace("FOLDER", str(tmp_path / "run")): names for line, names in commands.items()
-    }
+    commands = {line.replace("FOLDER", str(tmp_path)): names for line, names in commands.items()}
     unwanted = list(commands.values())
     assert all(later <= before for before, later in itertools.pairwise(unwanted))
     code = (

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.search.monotone_search import SearchSpace, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import (
+    _T,
     Objective,
     Verdict,
     attainment_interval,
@@ -176,6 +178,10 @@ def shares(rng, truth, spread, seeds, requests):
     """Attainment of seeds whose requests share their luck: a beta mixture of binomials."""
     p = rng.beta(truth / spread, (1 - truth) / spread, seeds) if spread else np.full(seeds, truth)
     return (rng.binomial(requests, p) / requests).tolist()
+
+
+def test_the_table_of_students_t_is_scipys():
+    assert pytest.approx(_T, rel=1e-14) == stdtrit(np.arange(1, len(_T) + 1), 0.975)
 
 
 @pytest.mark.parametrize(("truth", "spread"), [(0.9, 0.0), (0.9, 0.003), (0.7, 0.02)])
