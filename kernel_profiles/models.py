@@ -449,7 +449,7 @@ class ModelDims(BaseModel):
         value = 1 if self.kv_cache_dtype == "fp8" else 2
         layers = self.n_sliding_layers if sliding else self.n_full_layers
         if self.attention == "mla":
-            entry: float = value * (self.kv_lora_rank + self.qk_rope_head_dim)
+            entry: float = self.latent_bytes
         else:
             entry = value * self.heads(sliding)[1] * (self.heads(sliding)[2]
                                                       + self.value_width(sliding))  # fmt: skip
@@ -459,6 +459,22 @@ class ModelDims(BaseModel):
             layers, entry = 1, entry * sum(n / ratio for ratio, n in self.compressed_layers)
         return round(layers * entry + self._index_key_bytes * self.n_indexers)
 
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of a cached latent; of compressed attention, FP8 values with their scales beside
+        bfloat16 ones of the rotary embedding (vLLM 0.32, ``vllm/models/deepseek_v4/attention.py``).
+        """
+        if self.kv_cache_dtype != "fp8":
+            return 2 * (self.kv_lora_rank + self.qk_rope_head_dim)
+        if self.compressed_layers:
+            return self.kv_lora_rank + 8 + 2 * self.qk_rope_head_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of an index key: FP8 and a scale, or bfloat16."""
+        return self.index_head_dim + 4 if self.index_bits == 8 else 2 * self.index_head_dim
+
     def kv_bytes_per_token_layer(self, sliding: bool = False) -> float:
         """Bytes that one token adds to one layer's KV cache, the mean of the layers of a kind."""
         layers = self.n_sliding_layers if sliding else self.n_full_layers
@@ -466,12 +482,11 @@ class ModelDims(BaseModel):
 
     @property
     def _index_key_bytes(self) -> float:
-        """Bytes of a token's index key in a layer that has one: FP8 and a scale, or bfloat16."""
+        """Bytes of a token's share of an index key in a layer that has one."""
         if not self.index_topk:
             return 0.0
-        key = self.index_head_dim + 4 if self.index_bits == 8 else 2 * self.index_head_dim
         ratio, _ = min(self.compressed_layers, default=(1, 0))
-        return key / self.index_pool / ratio
+        return self.index_key_bytes / self.index_pool / ratio
 
     @property
     def index_bytes_per_token(self) -> float:
@@ -500,8 +515,7 @@ class ModelDims(BaseModel):
     def state_bytes(self) -> int:
         """Bytes that a sequence keeps whatever its length: states of linear attention, and with
         compressed attention the latest tokens as they are."""
-        value = 1 if self.kv_cache_dtype == "fp8" else 2
-        local = value * self.local_window * (self.kv_lora_rank + self.qk_rope_head_dim)
+        local = self.local_window * self.latent_bytes
         return self.n_linear_layers * self.layer_state_bytes + self.n_full_layers * local
 
     def kv_bytes(self, context: int) -> int:

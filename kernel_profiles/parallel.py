@@ -184,15 +184,15 @@ class Parallelism:
         elsewhere = model.n_moe_layers * model.n_experts - own
         total = shard.weight_bytes - elsewhere * shard.bytes_per_expert
         ends = 2 * shard.embedding_params, 2 * shard.lm_head_params
-        return self._of_stage(model, total - sum(ends)) + (
+        return self.of_stage(model, total - sum(ends)) + (
             sum(ends) if self.pipeline_parallel_size == 1 else max(ends)
         )
 
     def kv_bytes_per_token(self, model: ModelDims) -> int:
         """Bytes of KV cache of one token on one GPU, over all its layers."""
-        return self._of_stage(model, self.shard(model).kv_bytes_per_token)
+        return self.of_stage(model, self.shard(model).kv_bytes_per_token)
 
-    def _of_stage(self, model: ModelDims, total: int) -> int:
+    def of_stage(self, model: ModelDims, total: int) -> int:
         """Return what of a sum over all layers the fullest stage has."""
         layers = -(-model.n_layers // self.pipeline_parallel_size)
         return -(-total * layers // model.n_layers)

@@ -126,6 +126,8 @@ def _fields_of(keys: Keys) -> dict[str, Any]:
     keys.only("language_model_only", False, True)
     shared = fields.get("shared_intermediate_size") and not gemma and "llama4" not in family
     fields |= stored_as(keys, layers, "shared" if shared else "dense")
+    if fields.get("compressed_layers"):
+        fields["kv_cache_dtype"] = "fp8"  # what vLLM 0.32 makes of its default
     return fields
 
 

@@ -70,7 +70,7 @@ def refuse(spec: ClusterSpec, queue_keys: bool) -> None:
         "queue_order": queue_keys and not spec.preempt_by_key,
         "aging_s": spec.aging_s < math.inf,
         "prefill.experts": bool(whole),
-        "model": spec.windows.state > 0,
+        "model": spec.windows.state > 0 or bool(spec.windows.small),
         "speculative_config": any(
             draft.config.method in LOOKING_UP
             or draft.config.depth != draft.k

@@ -41,6 +41,19 @@ def streamed_experts(
     return StreamedExperts(instances, token * beyond)
 
 
+class SmallBlocks(NamedTuple):
+    """Groups of layers with a window, in smaller blocks than contexts."""
+
+    groups: int
+    window: int  #: tokens
+    block_size: int  #: tokens
+
+    def most(self, tokens: Ints) -> Ints:
+        """Return the blocks that windows of requests of these lengths reach into."""
+        reach = -(-(self.window - 1) // self.block_size) + 1
+        return self.groups * np.minimum(-(-tokens // self.block_size), reach)
+
+
 class WindowBlocks(NamedTuple):
     """What a request's windows and states take, in KV blocks of the layers with full attention.
 
@@ -55,6 +68,7 @@ class WindowBlocks(NamedTuple):
     #: tokens; 0: a request takes the blocks of its windows at once, and keeps them.
     groups: int = 0
     window: int = 0
+    small: tuple[SmallBlocks, ...] = ()  #: of compressed attention
 
     def of(self, tokens: Ints, block_size: int) -> Ints:
         """Return the blocks that requests that grow to these lengths take at once."""
@@ -63,7 +77,8 @@ class WindowBlocks(NamedTuple):
     def reached(self, tokens: Ints, block_size: int) -> Ints:
         """Return the blocks that the windows of requests of these lengths reach into."""
         reached = np.minimum(-(-tokens // block_size), self.most)
-        return np.ceil((self.groups or self.share) * reached).astype(np.int64)
+        reached = np.ceil((self.groups or self.share) * reached).astype(np.int64)
+        return sum((small.most(tokens) for small in self.small), start=reached)
 
     def cap(self, block_size: int, in_flight: int, max_model_len: int) -> int:
         """Return the most blocks of a request in a group, ``in_flight`` tokens of which are
@@ -86,6 +101,47 @@ def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
     return WindowBlocks(sliding / full, most, groups=groups, window=model.sliding_window)
 
 
+#: DeepSeek-V4 in vLLM 0.32 (``vllm/models/deepseek_v4``): tokens of a block of contexts and of
+#: windows; of each ratio, the window that its compressors see and the tokens of a block of them.
+_CONTEXTS, _WINDOWS, _COMPRESSORS = 256, 64, {4: (8, 4), 128: (128, 8)}
+
+
+def _layers_of_group(model: ModelDims) -> int:
+    """Return how many layers with windows, or of compressors, stand in a group: of the numbers from
+    that of the indexers on the one that leaves the fewest places empty (``_approximate_gcd``)."""
+    counts = [model.n_layers, *(layers for _, layers in model.compressed_layers)]
+    sizes = range(model.n_indexers, max(counts) + 1)
+    return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size))
+
+
+def compressed_blocks(model: ModelDims) -> WindowBlocks:
+    """Return what windows and compressors of compressed attention take."""
+    size = _layers_of_group(model)
+    windows = SmallBlocks(-(-model.n_layers // size), model.local_window, _WINDOWS)
+    compressors = (
+        SmallBlocks(-(-layers // size), *_COMPRESSORS[ratio])
+        for ratio, layers in model.compressed_layers
+    )
+    return WindowBlocks(small=(windows, *compressors))
+
+
+def _compressed_block_bytes(shard: ModelDims, block_size: int) -> int:
+    """Return the bytes of a block of compressed attention: of the entries and index keys of all
+    layers, or of a group of windows, each layer's rounded up."""
+    unit = 576 if shard.kv_cache_dtype == "fp8" else 512
+
+    def page(n: int, n_bytes: int) -> int:
+        return -(-n * n_bytes // unit) * unit
+
+    entries = sum(
+        layers * page(block_size // ratio, shard.latent_bytes)
+        for ratio, layers in shard.compressed_layers
+    )
+    ratio, layers = min(shard.compressed_layers)
+    contexts = entries + layers * page(block_size // ratio, shard.index_key_bytes)
+    return max(contexts, _layers_of_group(shard) * page(_WINDOWS, shard.latent_bytes))
+
+
 def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances: int) -> None:
     """Raise InputError unless a GPU that holds nothing else holds this number of expert
     instances."""
@@ -100,11 +156,14 @@ def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances:
 _PAGES = {"gqa": 16, "mla": 128}
 
 
-def state_block_size(shard: ModelDims, block_size: int) -> int:
-    """Return the tokens of a KV block of a GPU with layers of linear attention that keep a state:
+def least_block_size(shard: ModelDims, block_size: int) -> int:
+    """Return the tokens of a KV block of a GPU. With layers of linear attention that keep a state,
     enough that a layer's block is at least as large as a layer's state, because both come from one
     pool, and prefixes are reused at ends of blocks alone (vLLM's ``vllm/platforms/interface.py``,
-    ``update_block_size_for_backend``; 528 tokens of Qwen3.5-4B, vllm#40696)."""
+    ``update_block_size_for_backend``; 528 tokens of Qwen3.5-4B, vllm#40696). With compressed
+    attention, those that its kernels need."""
+    if shard.compressed_layers:
+        return max(block_size, _CONTEXTS)
     if not shard.n_linear_layers:
         return block_size
     token = shard.kv_bytes_per_token_layer() - shard.index_bytes_per_token
@@ -117,7 +176,7 @@ def state_blocks(shard: ModelDims, block_size: int) -> int:
 
     Where a layer's block is as large as its state, states stand in groups of as many layers as
     have full attention, one block a group (vLLM's ``_get_kv_cache_groups_uniform_page_size``)."""
-    if shard.n_linear_layers and block_size >= state_block_size(shard, 1):
+    if shard.n_linear_layers and block_size >= least_block_size(shard, 1):
         return -(-shard.n_linear_layers // shard.n_full_layers)
     return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))
 
@@ -130,6 +189,23 @@ class OtherMemory(NamedTuple):
 
 
 NO_MORE = OtherMemory()
+
+
+def block_bytes(
+    model: ModelDims,
+    block_size: int,
+    parallelism: Parallelism = SINGLE_GPU,
+    windows: WindowBlocks = NO_WINDOWS,
+) -> int:
+    """Return the bytes of a KV block on a GPU. With ``windows`` blocks are those of layers with
+    full attention; without, sliding windows are charged for the whole context."""
+    if windows.small:
+        whole = _compressed_block_bytes(parallelism.shard(model), block_size)
+        return parallelism.of_stage(model, whole)
+    token_bytes = parallelism.kv_bytes_per_token(model)
+    if windows.most:
+        token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
+    return block_size * token_bytes
 
 
 def kv_blocks(
@@ -149,9 +225,8 @@ def kv_blocks(
 
     Every GPU holds its heads' part of every block, so one decides. ``instances``: of experts on it,
     an equal share when not given; ``utilization``: of all memory for ``engine`` vLLM, of what
-    weights and KV cache may take for SGLang, of what is free for TensorRT-LLM. With ``windows``
-    blocks are those of layers with full attention, and requests take more of them; without, sliding
-    windows are charged for the whole context. ``given``: bytes for the cache instead of
+    weights and KV cache may take for SGLang, of what is free for TensorRT-LLM. ``windows``: as of
+    `block_bytes`; with them requests take more blocks. ``given``: bytes for the cache instead of
     ``utilization``. Raises InputError if there is no room for a block, or for ``given``."""
     weights = parallelism.weight_bytes(model, instances)
     held = weights + more.held_bytes
@@ -165,14 +240,11 @@ def kv_blocks(
             problem = f"{given}, and weights leave {most} bytes on {gpu.name}"
             raise InputError("kv_cache_memory_bytes", problem, f"at most {most}")
         free = given
-    token_bytes = parallelism.kv_bytes_per_token(model)
-    if windows.most:
-        token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
-    token_bytes += more.token_bytes
-    blocks = free // (block_size * token_bytes)
+    each = block_bytes(model, block_size, parallelism, windows) + block_size * more.token_bytes
+    blocks = free // each
     if blocks < 1:
         problem = (
-            f"a block of {block_size} tokens takes {block_size * token_bytes} bytes, "
+            f"a block of {block_size} tokens takes {each} bytes, "
             f"{model.name} leaves {free} on {gpu.name}"
         )
         raise InputError("block_size", problem, "a smaller block")
@@ -190,16 +262,17 @@ def windows_of(
     ``vllm/config/vllm.py``). Workers that hand KV caches over share one layout, so one pool with an
     older version, or with another engine, decides for all."""
     whole = settings.disable_hybrid_kv_cache_manager
-    if whole and model.n_linear_layers:
+    others = any((pool.engine or settings.engine) != "vllm" for pool in pools)
+    if whole and (model.n_linear_layers or model.compressed_layers):
         problem = f"true, and {model.name} keeps states beside its contexts"
         raise InputError("disable_hybrid_kv_cache_manager", problem, "false")
+    if model.compressed_layers and not others:
+        return compressed_blocks(model)
     if whole is None:
-        whole = handed_over and any(
-            (pool.engine or settings.engine) != "vllm" or before(pool.engine_version, 0, 22)
-            for pool in pools
-        )
+        older = any(before(pool.engine_version, 0, 22) for pool in pools)
+        whole = handed_over and (others or older)
     windows = NO_WINDOWS if whole else window_blocks(model, settings.block_size)
-    if any((pool.engine or settings.engine) != "vllm" for pool in pools) or model.n_linear_layers:
+    if others or model.n_linear_layers:
         return windows._replace(groups=0)
     return windows
 
@@ -227,7 +300,9 @@ def pool_blocks(
     more = OtherMemory(activation_bytes)
     if speculation is not None:
         draft = speculation.draft
-        more = OtherMemory(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
+        # Layers of DeepSeek-V4 that draft have a window alone, and fill up its groups.
+        own = 0 if windows.small else draft.kv_bytes_per_token
+        more = OtherMemory(activation_bytes + draft.weight_bytes, own)
     blocks = kv_blocks(
         model, gpu, share, settings.block_size, parallelism, instances, engine, windows, more,
         settings.kv_cache_memory_bytes,

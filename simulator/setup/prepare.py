@@ -30,7 +30,7 @@ from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
-from eldr_sim.simulator.setup.memory import state_block_size, state_blocks, windows_of
+from eldr_sim.simulator.setup.memory import least_block_size, state_blocks, windows_of
 from eldr_sim.simulator.setup.run_routing import check_need, routing_of
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -81,7 +81,7 @@ def prepare(
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
-    config = _with_blocks_for_states(config, model)
+    config = _with_larger_blocks(config, model)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers form one pool", "decode, or none")
     if not config.cluster.generates and config.cluster.decode != Pool():
@@ -140,7 +140,7 @@ def prepare(
         else None,
         scheduler=config.engine.model_copy(update=settled),
         windows=windows._replace(
-            state=_state_blocks(config, model, pools),
+            state=0 if windows.small else _state_blocks(config, model, pools),
             groups=0 if tiers_of(config.kv) else windows.groups,
         ),
         handover_s=HAND_OVERS[config.front_end.handover].seconds,
@@ -336,13 +336,13 @@ def _front_end(config: RunConfig, model: ModelDims) -> FrontEndSpec | None:
     )
 
 
-def _with_blocks_for_states(config: RunConfig, model: ModelDims) -> RunConfig:
+def _with_larger_blocks(config: RunConfig, model: ModelDims) -> RunConfig:
     """Return the configuration with KV blocks as large as vLLM makes them for such a model."""
     size = config.engine.block_size
     sizes = [
-        state_block_size(pool.parallelism.shard(model), size)
+        least_block_size(pool.parallelism.shard(model), size)
         for pool in config.pools
-        if pool.engine == "vllm" and model.n_linear_layers
+        if pool.engine == "vllm"
     ]
     larger = max(sizes, default=size)
     return config if larger == size else config.replace(block_size=larger)

@@ -19,7 +19,7 @@ from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 from eldr_sim.kernel_profiles.tables.library import Engine
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.memory import state_block_size, state_blocks
+from eldr_sim.simulator.setup.memory import least_block_size, state_blocks
 from eldr_sim.simulator.setup.prepare import prepare
 
 #: Qwen3.5 with four layers, of which one attends, and few experts.
@@ -159,7 +159,7 @@ def test_states_take_blocks_and_bound_who_runs(tmp_path):
     """Room for the state and a block of four requests: no more run at once. Where as many layers
     attend as keep a state, states fill one block, which is as large as a layer's state."""
     model = load_model(model_file(tmp_path, **ROUTED))
-    size = state_block_size(model, 16)
+    size = least_block_size(model, 16)
     assert (size, state_blocks(model, size)) == (80, 1)
     assert state_blocks(model, 16) == -(-model.state_bytes // (16 * model.kv_bytes_per_token)) > 1
     fields = {
@@ -179,9 +179,9 @@ def test_blocks_are_as_large_as_a_layer_s_state(tmp_path):
     states = {"linear_num_key_heads": 16, "linear_num_value_heads": 32,
               "linear_key_head_dim": 128, "linear_value_head_dim": 128}  # fmt: skip
     model = load_model(model_file(tmp_path, **heads, **states))
-    assert state_block_size(model, 16) == 528
-    assert state_block_size(model, 1024) == 1024
-    assert state_block_size(load_model("Qwen3-8B"), 16) == 16
+    assert least_block_size(model, 16) == 528
+    assert least_block_size(model, 1024) == 1024
+    assert least_block_size(load_model("Qwen3-8B"), 16) == 16
 
 
 def test_prefixes_of_models_with_states_are_reused_in_whole_blocks(tmp_path):

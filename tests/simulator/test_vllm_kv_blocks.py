@@ -1,17 +1,17 @@
-"""KV capacity against vLLM's own `get_kv_cache_configs`, for every model of the catalogue but those
-of compressed attention: with the hybrid KV cache manager and without. Models with states have no
-row without it, because vLLM refuses that.
+"""KV capacity against vLLM's own `get_kv_cache_configs`, for every model of the catalogue: with the
+hybrid KV cache manager and without. Models with states and of compressed attention have no row
+without it, because vLLM refuses that, or fails.
 
-``vllm_kv_blocks.csv`` holds what vLLM 0.32.0 returned on 29 November 2026; ``VLLM_PYTHON`` lets it
-do so again."""
+``vllm_kv_blocks.csv`` holds what vLLM 0.32.0 returned on 29 November and 1 December 2026;
+``VLLM_PYTHON`` lets it do so again."""
 
 import csv
 import json
-import math
 import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
@@ -19,7 +19,10 @@ from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.memory import (
     NO_WINDOWS,
-    state_block_size,
+    WindowBlocks,
+    block_bytes,
+    compressed_blocks,
+    least_block_size,
     state_blocks,
     window_blocks,
 )
@@ -33,12 +36,16 @@ _NAMES = ("block_size", "blocks", "groups", "tokens", "blocks_of_request")
 
 
 def compared():
-    """Return the models without compressed contexts (DeepSeek-V4)."""
-    return [m for m in map(load_model, list_models()) if not m.compressed_layers]
+    return [load_model(name) for name in list_models()]
 
 
 def layers_of(model):
     """Return the layers of a model as the script takes them, those of attention in turn."""
+    if model.compressed_layers:
+        width, window = model.head_dim, model.local_window
+        ratios = [(1, model.n_sliding_layers), *model.compressed_layers]
+        return [("compressed", ratio, width, model.index_head_dim, 1, window)
+                for ratio, layers in ratios for _ in range(layers)]  # fmt: skip
     n, n_bytes = model.n_layers - model.n_linear_layers, 1 if model.kv_cache_dtype == "fp8" else 2
     layers = []
     for i in range(n):
@@ -56,12 +63,11 @@ def layers_of(model):
 
 def our_tokens(model, hybrid):
     """Return the tokens of the blocks of full attention."""
-    size = state_block_size(model, _SIZE)
+    size = least_block_size(model, _SIZE)
     windows = window_blocks(model, size) if hybrid else NO_WINDOWS
-    token = model.kv_bytes_per_token
-    if windows.most:
-        token = math.ceil(token / (1.0 + windows.share))
-    return _FREE // (size * token) * size
+    if model.compressed_layers:
+        windows = compressed_blocks(model)
+    return _FREE // block_bytes(model, size, windows=windows) * size
 
 
 def recorded():
@@ -73,19 +79,31 @@ def recorded():
 def test_our_capacity_equals_vllms(model):
     row = recorded()[model.name]
     assert our_tokens(model, hybrid=True) == int(row["hybrid_tokens"])
-    if not model.n_linear_layers:
+    if not row["whole_tokens"]:
+        size = least_block_size(model, _SIZE)
+        assert size == int(row["hybrid_block_size"])
+        of_request = -(-_LONGEST // size)
+        of_request += state_blocks(model, size) if model.n_linear_layers else 0
+        for small in compressed_blocks(model).small if model.compressed_layers else ():
+            cap = WindowBlocks(window=small.window).cap(small.block_size, _LONGEST, _LONGEST)
+            of_request += small.groups * cap
+        assert of_request == int(row["hybrid_blocks_of_request"])
+    else:
         assert our_tokens(model, hybrid=False) == int(row["whole_tokens"])
-        return
-    size = state_block_size(model, _SIZE)
-    assert size == int(row["hybrid_block_size"])
-    of_request = -(-_LONGEST // size) + state_blocks(model, size)
-    assert of_request == int(row["hybrid_blocks_of_request"])
 
 
-def test_states_need_the_hybrid_manager():
+@pytest.mark.parametrize("model", ["DeepSeek-V4-Pro", "DeepSeek-V4-Flash"])
+def test_a_request_takes_blocks_of_windows_and_compressors(model, drawn_routing):
+    """At most, of a decoding request: 3 in each of two groups of windows, 3 and 17."""
+    spec = prepare(make_config({"model": model, "gpu": "B300", "tensor_parallel_size": 8})).spec
+    assert spec.block_size == 256
+    assert spec.windows.of(np.array([1, 100, 10_000]), 256).tolist() == [4, 20, 26]
+
+
+@pytest.mark.parametrize("model", ["Qwen3.6-27B-NVFP4", "DeepSeek-V4-Flash"])
+def test_states_need_the_hybrid_manager(model):
     config = make_config({
-        "model": "Qwen3.6-27B-NVFP4", "gpu": "B200", "topology": "1C",
-        "disable_hybrid_kv_cache_manager": True,
+        "model": model, "gpu": "B200", "topology": "1C", "disable_hybrid_kv_cache_manager": True,
     })  # fmt: skip
     with pytest.raises(InputError, match="keeps states beside its contexts"):
         prepare(config)
