@@ -124,15 +124,16 @@ class MoELatency:
         """Seconds at (batch, distinct experts), no less than the GPU's peaks allow; arrays
         broadcast, distinct may be fractional."""
         tokens, experts = (np.asarray(x, dtype=np.float64) for x in (batch, distinct))
-        least = np.maximum(self.least_expert_s * experts, self.least_pair_s * self.top_k * tokens)
-        return np.asarray(np.maximum(self._form_s(tokens, experts), least), dtype=np.float64)
+        seconds = self._form_s(tokens, experts)
+        np.maximum(seconds, self.least_expert_s * experts, out=seconds)
+        return np.maximum(seconds, self.least_pair_s * self.top_k * tokens, out=seconds)
 
     def _form_s(self, batch: Floats, distinct: Floats) -> Floats:
-        """Seconds by the form that was fitted."""
+        """Seconds by the form that was fitted, a new array."""
         experts = np.interp(distinct, np.arange(self.n_experts + 1.0), self.expert_s)
         slowed = 1 + interpolate(batch, self.batch_knots, self.batch_s) / self.expert_s[-1]
-        compute = self.expert_s[0] + self.token_s * batch
-        return np.asarray(np.maximum(experts * slowed, compute), dtype=np.float64)
+        seconds = np.asarray(experts * slowed)
+        return np.maximum(seconds, self.expert_s[0] + self.token_s * batch, out=seconds)
 
     def grid_s(self, max_batch: int) -> Floats:
         """Table [max_batch + 1, n_experts + 1] of seconds; row 0 and column 0 are zero."""
@@ -149,7 +150,7 @@ class MoELatency:
         if len(self.unbalanced_knots):
             tokens = np.arange(max_tokens + 1.0)
             skewed = interpolate(tokens, self.unbalanced_knots, self.unbalanced_s)
-            grid[1:, 1:] = np.maximum(grid[1:, 1:], skewed[1:, None])
+            np.maximum(grid[1:, 1:], skewed[1:, None], out=grid[1:, 1:])
         return grid
 
     def on_rank(self, n_ranks: int) -> "MoELatency":
