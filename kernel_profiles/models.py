@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles import checkpoints
-from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
 from eldr_sim.kernel_profiles.model_names import matching, nearest, says_bf16
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.stored_weights import WeightDtype, stored_bytes
@@ -579,6 +578,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
         return checkpoint
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
+        from eldr_sim.kernel_profiles.hf_config.fields import hf_fields  # of no preset
+
         try:
             return ModelDims(**hf_fields(path))
         except ValidationError as error:

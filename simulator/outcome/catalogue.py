@@ -13,7 +13,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +48,8 @@ class Shown(ABC):
         return "\n".join([f"{type(self).__name__}: {title}", *lines, *more])
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         title, columns, rows, left = _shown(self.headline())
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         body = "".join(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from eldr_sim.kernel_profiles.tables.format import IN_WORDS, parts_by_provenance
 from eldr_sim.simulator.outcome.catalogue import LATENCIES, heading, unit
 from eldr_sim.simulator.outcome.error_band import in_words, interval
-from eldr_sim.traces.requests.logs.log_header import header_in_words
 from eldr_sim.traces.requests.logs.log_window import part_in_words
 
 Summary = Mapping[str, Any]
@@ -155,6 +154,8 @@ def _run(summary: Summary, alone: bool) -> Iterator[Figure | str]:
 def log_lines(trace: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was read of a log, and what of it is measured, if anything is."""
     if header := trace.get("log"):
+        from eldr_sim.traces.requests.logs.log_header import header_in_words
+
         yield f"Read: {header_in_words(header)}"
     if part := trace.get("log_window"):
         yield f"Measured: {part_in_words(part)}"

@@ -23,6 +23,7 @@ NOT_IN_A_RUN = TABLES - {"simpy"} | {
     "pyarrow", "scipy", "ssl", "eldr_sim.policies.eldr.artifact",
     "eldr_sim.simulator.reference.reference_cluster",
     "eldr_sim.simulator.setup.config.presets", "eldr_sim.traces.routing.synthetic.synthesize",
+    "eldr_sim.traces.requests.logs.request_logs", "eldr_sim.kernel_profiles.hf_config.fields",
 }  # fmt: skip
 EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
 

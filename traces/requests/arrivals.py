@@ -1,16 +1,20 @@
 """When the requests of a workload arrive: drawn, or as a request log recorded them."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.log_columns import chain_blocks, others_each_round
-from eldr_sim.traces.requests.logs.request_logs import RequestLog
 from eldr_sim.traces.streams import stream
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 #: Where a request log's arrival times come from.
 Arrivals = Literal["recorded", "poisson", "closed", "agentx"]

@@ -2,11 +2,13 @@
 ``language``: en, zh, ru, fr; ``trace``: all served texts), dealt by a domain mix, or the path of a
 log (`request_logs`), which gives arrivals and lengths."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -15,9 +17,11 @@ from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, MOST_BURSTINESS, Arr
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.lengths import check_lengths
 from eldr_sim.traces.requests.logs.log_window import LogPart
-from eldr_sim.traces.requests.logs.request_logs import RequestLog, known_log
 from eldr_sim.traces.requests.session_shape import LANES_S, SessionShape
 from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ def named_log(
     time_unit: str | None = None,
 ) -> RequestLog:
     """Return the log that a workload names; raises InputError where it names none."""
+    from eldr_sim.traces.requests.logs.request_logs import known_log  # few runs have one
+
     if not Path(name).is_file():
         allowed = ", ".join([*NAMED_WORKLOADS, "path of a request log"])
         raise InputError("workload", f"{name!r} is neither a named workload nor a file", allowed)

@@ -19,7 +19,6 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text, seconds
 from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, draw_arrivals
-from eldr_sim.traces.requests.logs.request_logs import known_log, rates_of_file
 
 #: Pieces of a sine's period, in each of which the rate is its mean there; s of a log's pieces.
 _PIECES, _LOG_PIECE_S = 360, 60.0
@@ -147,11 +146,15 @@ def _rates(path: str) -> LoadShape | None:
 
 def _of_counts(path: str) -> LoadShape | None:
     """Read a file of counts over time; None where it is none."""
+    from eldr_sim.traces.requests.logs.request_logs import rates_of_file
+
     rates = rates_of_file(Path(path))
     return None if rates is None else LoadShape(*rates)
 
 
 def _of_log(path: str, time_unit: str | None, columns: str | None) -> LoadShape:
+    from eldr_sim.traces.requests.logs.request_logs import known_log
+
     log = known_log(path, columns, time_unit=time_unit)
     if not log.timed:
         raise InputError("load", f"{path} does not say when requests come", _ALLOWED)

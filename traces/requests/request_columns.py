@@ -2,10 +2,12 @@
 own `streams.stream`, so a longer run starts with the requests of a shorter one; texts are dealt
 from a shuffled deck per domain, so that copies of one lie far apart."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,12 +21,14 @@ from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.logs.log_columns import chain_blocks
-from eldr_sim.traces.requests.logs.request_logs import RequestLog
 from eldr_sim.traces.requests.prefixes import assign_blocks, share_prefixes
 from eldr_sim.traces.requests.prompt_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.sessions import unfold, with_answers
 from eldr_sim.traces.requests.texts import PromptSource, resolve_domain_mix
 from eldr_sim.traces.streams import stream
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 
 def make_requests(texts: PromptSource, load: Load) -> Requests:

@@ -1,12 +1,16 @@
 """The part of a request log that a configuration asks for."""
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.requests import NO_PART, WorkloadConfig
 from eldr_sim.traces.requests.load import named_log
 from eldr_sim.traces.requests.logs.log_window import LogPart, choose_part
-from eldr_sim.traces.requests.logs.request_logs import RequestLog
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 
 def check_window(asked: WorkloadConfig) -> None:

@@ -50,7 +50,6 @@ from eldr_sim.simulator.setup.config.pools import (
 )
 from eldr_sim.simulator.setup.config.requests import WORKLOADS, RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.spellings import meant
-from eldr_sim.traces.requests.logs.formats import named_format
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 
 __all__ = [
@@ -408,6 +407,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if names & values.keys():
             raise InputError("config", f"{path} is {what}", instead)
     if isinstance(values.get("load"), dict):
+        from eldr_sim.traces.requests.logs.formats import named_format  # of logs
+
         other = named_format("inference-perf config")
         raise InputError("config", f"{path} is {other.about}", other.way)
     # A result's config.json keeps the fields under "config", beside checksums and versions.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Array, Bools, Ints, Words
-from eldr_sim.traces.requests.logs.log_rows import Row, Sessions
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.log_rows import Row, Sessions
 
 NO_PRIORITY = -(2**62)  #: of a row without a priority
 

@@ -3,15 +3,19 @@
 Without a choice all is, from an empty cluster to the last answer. A part is warmed up by the
 requests before it, and requests go on behind it until those measured have ended."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.logs.request_logs import RequestLog
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 #: A measured part whose rate differs by this factor from the log's is not like the log.
 _UNLIKE = 0.1
