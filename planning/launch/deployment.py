@@ -11,6 +11,7 @@ from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
+from eldr_sim.simulator.setup.memory import least_block_size
 from eldr_sim.simulator.setup.prepare import prepare
 
 #: What a user must put in the place of: names of images, models and secrets are not guessed.
@@ -34,6 +35,7 @@ class Role:
     spec: EngineSpec  #: as it was simulated
     config: RunConfig
     experts: int  #: of a layer, without the redundant ones
+    block_size: int  #: tokens of a KV block in vLLM
 
     @property
     def layout(self) -> Parallelism:
@@ -146,6 +148,7 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
             problem = f"{layout.n_gpus} GPUs of a worker do not fill whole nodes"
             raise InputError("emit", problem, f"multiples of {config.cluster.gpus_per_node}")
         name: Literal["prefill", "decode", "serve"] = "decode" if pool.decodes else "prefill"
-        known = pool, spec.engine, config, prepared.model.n_experts
+        size = least_block_size(layout.shard(prepared.model), config.engine.block_size)
+        known = pool, spec.engine, config, prepared.model.n_experts, size
         roles.append(Role(name if config.cluster.n_prefill else "serve", *known))
     return Deployment(config, tuple(roles), head, prepared.spec.max_model_len)

@@ -395,6 +395,17 @@ def test_the_benchmark_has_the_prefixes_of_the_load():
     assert words["prefix-repetition-suffix-len"] == ["400"]
 
 
+def test_blocks_of_vllm_are_as_large_as_its_kernels_need(monkeypatch):
+    monkeypatch.setattr(run_routing, "drawn_trace", one_layer)
+    config = make_config({
+        "model": "DeepSeek-V4-Flash", "gpu": "B200", "topology": "1C", "tensor_parallel_size": 2,
+        "request_rate": 20,
+    })  # fmt: skip
+    files = launch_files(config, "1", (1000.0, 300.0, 20.0))
+    assert "--block-size 256" in files["vllm.sh"]
+    assert "--page-size 16" in files["sglang.sh"]
+
+
 def test_what_an_engine_cannot_do_is_said():
     config = make_config(
         WIDE | {"all2all_backend": "nccl_alltoall", "prefill": {}, "request_rate": 1}
