@@ -64,13 +64,13 @@ settings.load_profile("default")
 
 #: Where two processes run the suite, each of them half of it (``--dist worksteal``), the second one
 #: begins with rooms that compile little, while the first one compiles what both need.
-ORDER = {"kernel_profiles": 1, "serving": 2, "traces": 3, "reports": 4, "validation": 5}
+ORDER = {"house": 1, "test_docs": 2, "kernel_profiles": 3, "simulator": 4}
 
 
 def pytest_collection_modifyitems(items):
     def place(item):
         room = item.path.relative_to(ROOT / "tests").parts[0]
-        return 5 if item.path.stem == "test_step_cost" else ORDER.get(room, 0)
+        return ORDER.get(item.path.stem, ORDER.get(room, 0))
 
     items.sort(key=place)
 

@@ -179,6 +179,7 @@ def alive(session):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
 @pytest.mark.parametrize("moment", ["forking", "running"])
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ def test_sigterm_ends_all_processes_of_a_command(place, run_cli, command, moment
             os.kill(int(pid), signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["terminated", "disk full"])
 @pytest.mark.parametrize(
     "command",

@@ -95,6 +95,7 @@ def test_nothing_is_said_after_the_end(monkeypatch, capsys):
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_drawing_routing_tells_its_share_once_for_each_split(monkeypatch, tmp_path):
     from eldr_sim.phases import phases_shown_by
     from eldr_sim.traces.routing.synthetic import drawn
@@ -146,6 +147,7 @@ def test_compiling_tells_its_share_until_the_loop_is_compiled(monkeypatch):
     assert len(told) == 402
 
 
+@pytest.mark.long
 def test_a_listing_and_an_inspection_tell_their_share():
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.support import support

@@ -86,6 +86,7 @@ def some_texts(path, field, folder):
     return [*taken[:2], *refused[:2]], bool(taken)
 
 
+@pytest.mark.long
 @on_each("path", PATHS)
 def test_the_three_ways_give_one_configuration(path, tmp_path):
     """Also where a value is refused: the line is the same."""
@@ -154,6 +155,7 @@ def typos(name):
         yield name[:i] + name[i] + name[i:]
 
 
+@pytest.mark.long
 @on_each("name", [name for name in RUN_FIELDS if name not in POOLS])
 def test_a_slip_leads_to_the_field(name):
     for slip in typos(name):

@@ -261,6 +261,7 @@ def left_out(text, name):
     return " ".join(words[:place] + words[place + (2 if has_value else 1) :])
 
 
+@pytest.mark.long
 @on_each("name", CASES)
 def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
     case, refused = CASES[name] if isinstance(CASES[name], tuple) else (CASES[name], None)

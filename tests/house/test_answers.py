@@ -5,6 +5,7 @@ import asked
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", asked.PARTS)
 def test_answers_are_the_recorded_ones(part):
     recorded = answers.read((answers.RECORD / f"{part}.txt").read_text())

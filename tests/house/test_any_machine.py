@@ -65,6 +65,7 @@ def test_the_last_bits_of_numpys_functions_change_no_result():
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_the_last_bits_of_numpys_functions_change_no_drawn_expert(capsys):
     exec(_DRAW, {})
     plain = capsys.readouterr().out

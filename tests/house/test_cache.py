@@ -344,6 +344,7 @@ def compiled(folder, value, **variables):
     return int(value), hits == "1", done.stderr
 
 
+@pytest.mark.long
 def test_compiled_code_is_kept_in_the_cache_and_not_beside_the_source(home, tmp_path):
     folder = tmp_path / "code"
     assert compiled(folder, 1) == (1, False, "")
@@ -648,6 +649,7 @@ def test_a_full_disk_under_compiled_code_does_not_end_a_run(home, tmp_path):
     assert not [path for path in (home / "numba").rglob("*") if path.is_file()]
 
 
+@pytest.mark.long
 @needs_owners
 def test_code_that_another_may_have_written_does_not_run(home, tmp_path):
     """A pickle where a function's index is expected: numba would run it."""

@@ -257,6 +257,7 @@ QUICK = {
 LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page", ["README.md", "docs/questions.md", "docs/explain.md", "docs/faults.md"]
 )

@@ -52,6 +52,7 @@ def test_an_entry_returns_and_raises_as_its_text_says():
     assert _value(Reference(Numbers(np.array([7, 8]))), 1.0, 0) == 7  # another type, other code
 
 
+@pytest.mark.long
 def test_kept_code_needs_no_numba_and_other_code_is_compiled(tmp_path):
     def run(*kinds, factor=1):
         (tmp_path / "module.py").write_text(MODULE.format(factor=factor))
@@ -75,6 +76,7 @@ def test_kept_code_needs_no_numba_and_other_code_is_compiled(tmp_path):
     assert run("f8", factor=3) == ["9.0", "False"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", ["", "trace='reference-moe', "])
 def test_a_run_imports_no_compiler_where_its_code_is_kept(given):
     code = (

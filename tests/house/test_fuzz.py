@@ -17,6 +17,7 @@ from eldr_sim.simulator.setup.config.run_config import Pool
 FUZZ = Path(__file__).with_name("fuzz.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cases", "seed"), [(20, 20), pytest.param(10_000, 21, marks=pytest.mark.slow)]
 )
@@ -44,6 +45,7 @@ def figures(folder):
     return rows, numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "most"),
     [("disaggregated", 1)] + [pytest.param(kind, None, marks=pytest.mark.slow) for kind in BASES],

@@ -184,6 +184,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shell", "code"), [("> /dev/full", 2), ("2>&-", 0), (">&-", 0), (">&- 2>&-", 0)]
 )
@@ -197,6 +198,7 @@ def test_where_nothing_can_be_printed(shell, code):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [

@@ -108,6 +108,7 @@ def test_what_goes_with_the_process_is_not_output(tmp_path):
     assert outputs.written() == [tmp_path / "trace"]
 
 
+@pytest.mark.long
 def test_temporary_folders_go_with_a_block_or_are_named_to_outputs():
     """One that an object holds is still there when an interrupted command says what it leaves."""
     held = []

@@ -29,6 +29,7 @@ class Place:
         return os.fspath(self.path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [str, Path, Place])
 def test_written_and_read(kind, tmp_path):
     def at(*names):

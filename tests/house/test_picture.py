@@ -142,6 +142,7 @@ def test_pictures_of_runs_can_be_read(run_cli, monkeypatch, tmp_path):
     assert faults_of(made) == {}
 
 
+@pytest.mark.long
 def test_pictures_of_claims_can_be_read(monkeypatch, tmp_path):
     rows = render.read()
     monkeypatch.setattr(render, "DOCS", tmp_path)

@@ -45,6 +45,7 @@ print("ALL DONE")
 """
 
 
+@pytest.mark.long
 def test_commands_need_nothing_that_only_linux_has(tmp_path):
     pytest.importorskip("plotly", reason="report needs [plot]")
     run = [sys.executable, "-c", _PROGRAM]

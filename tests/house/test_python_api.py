@@ -40,6 +40,7 @@ print(f"SHOWN {shown}")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(notebook, tmp_path, monkeypatch, capsys):
     """Every code cell; what a cell ends with can be shown."""

@@ -28,6 +28,7 @@ NOT_IN_A_RUN = TABLES - {"simpy"} | {
 EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
 
 
+@pytest.mark.long
 @on_each(
     "commands",
     [
@@ -102,6 +103,7 @@ def test_a_trace_is_written_without_pandas(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_the_compiler_imports_blas_for_who_needs_it():
     code = (
         "import eldr_sim.compiler, sys, numba, numpy as np\n"

@@ -179,6 +179,7 @@ def test_uniform_distinct_matches_a_simulation():
     assert uniform_distinct(3, 8, 8) == pytest.approx(8)
 
 
+@pytest.mark.long
 @on_each("shipped", MOE_TABLES)
 def test_every_shipped_table_gives_a_sane_monotone_model(shipped):
     table = shipped.load()
@@ -216,6 +217,7 @@ NOT_MONOTONE = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @on_each("shipped", MOE_TABLES)
 def test_every_shipped_table_is_met_where_it_was_measured(shipped):
     """Rows of exact distinct counts: the model follows them but for isolated outliers."""

@@ -62,6 +62,7 @@ def _parses(text):
     command.make_context(command.name, words)
 
 
+@pytest.mark.long
 @on_each("model, gpu", PAIRS)
 def test_a_warning_names_share_and_command(model, gpu):
     _check(model, gpu)

@@ -194,6 +194,7 @@ def test_h100_collective_floors_match_published_times():
 PAIRS = [(name, GPUS[n % len(GPUS)]) for n, name in enumerate(list_models())]
 
 
+@pytest.mark.long
 @on_each("name, gpu", PAIRS)
 def test_every_model_is_sane_and_monotone(name, gpu):
     _is_sane_and_monotone(name, gpu)

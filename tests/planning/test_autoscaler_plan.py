@@ -47,6 +47,7 @@ def hours(found):
     return sum(s["scaling"]["gpu_hours"] for s in found.summaries) / len(found.summaries)
 
 
+@pytest.mark.long
 def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
     runs = RunCache(1)
     meet = [
@@ -59,6 +60,7 @@ def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
     assert fixed.trial.config.cluster.topology == f"{min(meet)}C"
 
 
+@pytest.mark.long
 def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
     row = next(row for row in answer.rows if row.policy.startswith("seconds"))
     runs, found, (first,) = RunCache(1), [], row.trial.config.scaling.initial_workers
@@ -136,6 +138,7 @@ def test_a_period_has_the_mean_of_what_changes_in_it():
     assert [row["workers"] for row in workers_by_period(scaling)] == [{"decode": 2.0}] * 24
 
 
+@pytest.mark.long
 def test_prices_make_it_dollars():
     found = find(
         Space(CONFIG, prices={"h100": 2.0}),
@@ -227,6 +230,7 @@ def test_bad_questions(changes, rules, message):
         )
 
 
+@pytest.mark.long
 def test_the_command(run_cli, tmp_path):
     options = (
         "plan", "--load", "ladder:15,40,80,40,15@6", "--slo", "ttft:300", "--attainment", "0.9",

@@ -28,6 +28,7 @@ def rows(answer):
     return {row.policy: row for row in answer.rows}
 
 
+@pytest.mark.long
 def test_the_base_is_where_a_guide_begins(rows):
     assert str(rows[BASE].config.cluster.topology) == "4C"
     assert value_of(rows[BASE].config, SEATS) == 4
@@ -37,6 +38,7 @@ def test_the_base_is_where_a_guide_begins(rows):
     assert str(rows[SEATS].config.cluster.topology) == "4C"
 
 
+@pytest.mark.long
 def test_all_together_is_the_best_split_and_none_alone_is_better(rows):
     chosen = CHOSEN | {"axes": {SEATS: [4, 1024]}}
     split = find(Space(CONFIG, **chosen), HighestRate(OBJECTIVE, 4), RunCache(1))

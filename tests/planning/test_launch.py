@@ -192,6 +192,7 @@ def options(words):
     return named
 
 
+@pytest.mark.long
 @on_each("name, known", [("vllm.sh", VLLM), ("sglang.sh", SGLANG)])
 def test_options_exist_and_gpus_are_those_of_the_plan(made, name, known):
     kind, config, files = made

@@ -603,6 +603,7 @@ def test_groups_have_no_bound_and_fill_their_gpus():
     assert template.at(1, 2).n_gpus == 12
 
 
+@pytest.mark.long
 def test_experts_on_gpus_of_their_own_are_a_dimension():
     """AFD beside wide EP: each pool's workers, the GPUs of both sides, and what is simulated."""
     config = make_config({name: GROUPS[name] for name in GROUPS if name != "expert_placement"})

@@ -219,6 +219,7 @@ def bursts(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_a_log_is_judged_by_all_of_it_and_not_by_its_valley(run_cli, bursts, tmp_path):
     """One prefill worker keeps up with the valley of 20/s and not with the bursts."""
     valley = [*LOG, "--workload", bursts, "--warmup", 30, "--duration", 30]

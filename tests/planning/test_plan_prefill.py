@@ -83,6 +83,7 @@ def every_cluster(max_gpus, sizes, budgets):
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
+@pytest.mark.long
 def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     with analytic():
         found = find(
@@ -120,6 +121,7 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     assert "P99 TTFT" in repr(found)
 
 
+@pytest.mark.long
 def test_the_fastest_is_that_of_the_whole_grid():
     config = make_config(BASE | {"num_requests": 150, "warmup": None})
     with analytic():

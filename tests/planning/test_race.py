@@ -89,6 +89,7 @@ def race(rates, prices, likely, sd, rng, keep=4):
     return [each.template.index for each in left], seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sd", [0.0, 0.03])
 def test_the_best_or_one_within_two_percent_is_left(sd):
     """In 95% of races and more, for half of what whole windows of all would take, or less."""
@@ -196,6 +197,7 @@ def test_a_plan_of_many_candidates_searches_the_best_of_them():
         assert "in short runs" in row.reasons[0]
 
 
+@pytest.mark.long
 def test_the_best_split_of_many_candidates_is_of_the_best_of_them():
     """Of a field that the estimate knows nothing of."""
     sizes = [2**n for n in range(1, 11)]

@@ -165,6 +165,7 @@ def test_equal_points_are_run_once(fake_runs):
     assert result.points.num_rows == 6
 
 
+@pytest.mark.long
 def test_a_cut_anywhere_loses_and_repeats_nothing(tmp_path, fake_runs):
     sweep(SPEC, tmp_path / "whole", jobs=1)
     journal = (tmp_path / "whole" / FILE_NAME).read_bytes()

@@ -100,6 +100,7 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_kill_loses_nothing_and_repeats_nothing(tmp_path):
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
     few = {"policy": ["jsq", "eldr:artifact=no_such"], "request_rate": [5, 10, 20, 40]}

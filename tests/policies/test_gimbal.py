@@ -113,6 +113,7 @@ def test_transitions_are_counted_within_the_recorded_layers():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "frequency",
     [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.43, marks=pytest.mark.slow)],

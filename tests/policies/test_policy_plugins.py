@@ -86,6 +86,7 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     assert [again.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)] == picks
 
 
+@pytest.mark.long
 def test_the_page_runs_the_example_package(installed, monkeypatch, run_cli):
     monkeypatch.syspath_prepend(str(installed))
     page = (ROOT / "docs" / "policies.md").read_text()

@@ -119,6 +119,7 @@ def test_the_command_is_the_state(state):
     assert (config in plane(config)) == (config.cluster.n_prefill > 0)
 
 
+@pytest.mark.long
 def test_a_state_s_stream_is_its_run(site):
     _, url = site
     status, lines = asked(url, {"topology": "2P2D", "policy": "jsq"})

@@ -81,6 +81,7 @@ WHERE = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_no_spelling_of_a_path_is_accepted(folder, n_cases):
     """Either a state is refused, or no text of its configuration names a file."""
     rng, refused, n = random.Random(3), 0, n_cases(1000)
@@ -218,6 +219,7 @@ def exploring(scene):
     return asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_dead_process_is_replaced():
     async def scene(session, url, explorer):
         await until(lambda: len(explorer._processes._idle), 1)  # it draws the first pictures
@@ -238,6 +240,7 @@ def test_a_dead_process_is_replaced():
     exploring(scene)
 
 
+@pytest.mark.long
 def test_a_point_ends_at_its_time_limit_and_soon_after_its_client_leaves(monkeypatch):
     async def scene(session, url, explorer):
         await until(lambda: len(explorer._processes._idle), 1)
@@ -278,6 +281,7 @@ def test_memory_is_limited():
     assert "takes more than 0.75 GiB" in found.stdout
 
 
+@pytest.mark.long
 def test_hostile_bodies(capfd):
     async def scene(session, url, explorer):
         rng, statuses = random.Random(1), set()

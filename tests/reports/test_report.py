@@ -157,6 +157,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @on_each("judged", [False, True])
 @on_each("kind", KINDS)
 def test_any_run_makes_a_page_with_and_without_an_slo(kind, judged, tmp_path):
@@ -424,6 +425,7 @@ def test_co_located_workers_have_a_page(tmp_path):
     assert marks(page.pictures()["Mean batch of each worker by domain"])
 
 
+@pytest.mark.long
 def test_same_input_same_bytes(report_folders, tmp_path):
     here = tmp_path / "here.html"
     folders = [report_folders / name for name in ("jsq", "eldr", "comparison")]
@@ -469,6 +471,7 @@ def test_nothing_is_left_when_writing_fails(report_folders, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_is_no_result_is_told_in_one_line(report_folders, tmp_path, run_cli):
     broken = tmp_path / "broken"
     shutil.copytree(report_folders / "jsq", broken)

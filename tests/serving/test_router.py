@@ -204,6 +204,7 @@ def test_retries_are_bounded_and_go_elsewhere():
     asyncio.run(scene())
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_mid_stream_and_comes_back():
     """Only the streams that it had begun end, and say so; all others are served."""
 
@@ -236,6 +237,7 @@ def test_an_engine_that_dies_mid_stream_and_comes_back():
     asyncio.run(scene())
 
 
+@pytest.mark.long
 def test_a_frozen_engine_holds_nobody():
     """Who waits for a first token goes elsewhere when it is ejected; streams end in time."""
 
@@ -291,6 +293,7 @@ def test_time_is_up():
     asyncio.run(scene())
 
 
+@pytest.mark.long
 def test_a_slow_engine_is_not_ejected():
     """One request waits too long while others get their tokens: a long queue, no dead engine."""
 
@@ -516,6 +519,7 @@ def test_no_request_is_refused_before_plain_engines_too(wrong):
 # --- conservation ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disaggregated", [False, True])
 def test_nothing_is_lost_in_chaos(disaggregated):
     """Engines fail at random and clients leave at random.
@@ -617,6 +621,7 @@ def test_the_command():
             assert child.wait(50) == 0
 
 
+@pytest.mark.long
 def test_clients_that_do_not_send_and_that_send_no_http():
     """They are answered and let go within the time limit, and fill no log."""
     port = free_port()

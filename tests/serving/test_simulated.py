@@ -451,6 +451,7 @@ def test_what_cannot_serve_is_refused():
         Core(CONFIG.replace(topology="2P", output_len=None))
 
 
+@pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     command = "serve --topology 1C --policy jsq --trace reference-moe --port 0 --speed 20"
     process = subprocess.Popen(

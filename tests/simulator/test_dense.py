@@ -153,6 +153,7 @@ def test_requests_are_those_of_a_drawn_trace(monkeypatch):
             np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
 
 
+@pytest.mark.long
 def test_commands_serve_dense_models(tmp_path, run_cli):
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in BASE.items()]
     others = [flag for flag in flags if "policy" not in flag]

@@ -107,6 +107,7 @@ def test_where_no_pool_caches_prefixes_nothing_is_found():
     assert (found == 0).all()
 
 
+@pytest.mark.long
 def test_ctrl_c_is_answered_between_slow_events(holder):
     """The loop comes back after fewer events where they take long, so that Python sees signals."""
     small = {"trace": "reference-moe", "num_requests": 20, "output_len": 5, "topology": "2C"}

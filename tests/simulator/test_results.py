@@ -96,6 +96,7 @@ def test_json_has_no_infinities(tmp_path):
         write_json(tmp_path / "b.json", {"x": math.nan})
 
 
+@pytest.mark.long
 def test_two_processes_write_identical_bytes(run_cli, tmp_path):
     """INV-10: One configuration, this process and one whose hashes of strings differ."""
     here, there = tmp_path / "here", tmp_path / "there"

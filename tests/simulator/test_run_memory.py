@@ -45,6 +45,7 @@ def test_a_cluster_holds_no_cycle(no_collector, make_cluster, make_workload, n_p
 RUN = {"topology": "2P3D", "num_requests": 40, "request_rate": 40, "output_len": 20}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
     [

@@ -336,6 +336,7 @@ def test_kinds_couple_layers_as_much_as_a_kind_can():
     assert 1.0 < moments.coupling_bits[0, 0] <= 3.05
 
 
+@pytest.mark.long
 def test_fit_recovers_the_statistics_of_a_known_model(tmp_path):
     """Judged on requests of another seed, so that a model that learnt the tokens would fail."""
     model = model_of(
@@ -383,6 +384,7 @@ def nearest(requests, among):
     return (directions[0] @ directions[1].T).max(axis=1).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FITTED)
 def test_fitted_models_have_the_statistics_of_their_recordings(tmp_path, name):
     """Distinct experts, load and reuse as recorded; Qwen3 with its few passages a little looser."""

@@ -33,6 +33,7 @@ def test_bands_cover_publishers_that_were_left_out(between):
     assert 0.7 <= np.mean(covered) <= 0.9
 
 
+@pytest.mark.long
 def test_cells_tell_good_kinds_from_bad_ones():
     other = KIND._replace(gpu="MI300X")
     rows = drawn(8, 30, 0.03, 0.03) + drawn(8, 30, 0.3, 0.3, other)
@@ -42,6 +43,7 @@ def test_cells_tell_good_kinds_from_bad_ones():
     assert bands.coverage(rows).width < bands.coverage(rows).one_width
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1.5, 1.5)), min_size=1, max_size=30))
 def test_every_cell_is_an_interval_around_the_rows_of_repeated_runs(rows):

@@ -12,6 +12,7 @@ from eldr_sim.validation.published.judge import Cell
 from ..paths import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("drawn_routing")
 def test_watched_rows_err_as_they_did():
     """Else: `python tests/judge.py --update`, and CHANGELOG.md names the cells that it prints."""

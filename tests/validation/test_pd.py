@@ -25,6 +25,7 @@ def test_rows_agree_with_themselves():
     assert len({lines[0]["run"] for lines in runs}) == len(runs) == 3
 
 
+@pytest.mark.long
 def test_predictions_do_not_see_the_measured_figures_and_name_their_preset(monkeypatch):
     monkeypatch.setattr(silicon_rows, "REQUESTS", 2)
     monkeypatch.setattr(silicon_rows, "_DRAWN_PROMPT", 64)

@@ -82,6 +82,7 @@ def test_a_cut_run_goes_on(make_file, tmp_path, monkeypatch):
     assert asked == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [(), ("--every", "2"), ("--engine", "vllm")])
 def test_the_command_predicts_and_writes_its_page(make_file, tmp_path, monkeypatch, run_cli, more):
     """``validate published --out DIR``, whole, without and with another estimator's figures."""

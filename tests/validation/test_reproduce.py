@@ -159,6 +159,7 @@ def test_every_figure_and_table_of_the_paper_is_there(figures):
     assert tuple(figures) == NAMES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)])
 def test_every_claim_has_a_value_or_a_reason_and_every_figure_a_picture(figures, names, tmp_path):
     for name in names:
@@ -203,6 +204,7 @@ def test_a_figure_of_parts_is_chosen_on_the_command_line(run_cli, monkeypatch):
     assert made == ["figure_1a", "figure_1b"]
 
 
+@pytest.mark.long
 def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, capsys):
     out = tmp_path / "eldr"
     monkeypatch.setattr(

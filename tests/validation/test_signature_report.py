@@ -120,6 +120,7 @@ def test_quality_is_that_of_the_fits():
             assert quality.greedy.n_kept == other.n_kept
 
 
+@pytest.mark.long
 def test_fit_writes_its_report(run_cli, tmp_path):
     out, report = tmp_path / "fit.npz", tmp_path / "deep" / "report"
     code, text, _ = run_cli("fit", "--decoders", 8, "--out", out, "--report", report)

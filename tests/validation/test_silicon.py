@@ -133,6 +133,7 @@ def assert_measurements_do_not_matter(rows, **options):
     assert slower["predicted_ms"] > tpot["predicted_ms"]
 
 
+@pytest.mark.long
 def test_predictions_do_not_see_the_measured_figures(monkeypatch):
     """Nothing is fitted on the scored rows: other measurements, the same predictions."""
     monkeypatch.setattr(silicon_rows, "REQUESTS", 2)
@@ -490,6 +491,7 @@ def test_a_version_tokenises_in_its_own_way(version, backend, mode):
     assert silicon.tokenizer_mode(version, backend) == mode
 
 
+@pytest.mark.long
 def test_forms_change_what_they_say(monkeypatch):
     """A front end delays first tokens, a slower CPU more; uneven routing reads fewer experts."""
     monkeypatch.setattr(silicon_rows, "REQUESTS", 4)

@@ -104,6 +104,7 @@ def test_statistics_are_those_of_the_requests(twins, live_calibration):
     assert sums["e2el"] == pytest.approx(rows["e2el", "mean"]["live_ms"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "component"),
     [("moe", "moe"), ("engine_step", "rest"), ("attention_decode", "attention")],

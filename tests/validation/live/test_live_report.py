@@ -129,6 +129,7 @@ def test_the_page_is_made_of_comparison_json_alone(written):
     assert not re.search(r"\b(nan|inf)\b", text)
 
 
+@pytest.mark.long
 def test_the_headline_shows_the_figures(written):
     folder, document = written
     (table,) = (t for t in tables((folder / "README.md").read_text()) if t[0] == "Goals")

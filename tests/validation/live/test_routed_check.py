@@ -58,6 +58,7 @@ def setup(tmp_path):
         engine.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["death", "freeze"])
 def test_requests_of_an_engine_that_is_struck(setup, live_calibration, monkeypatch, kind):
     """Streams break off with an engine that dies, and go on with one that was only frozen."""
