@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -267,28 +268,38 @@ _FOLDED_ROWS = 500
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; purely numeric columns are right-aligned. Long ones are printed as they are,
-    without folding cells, which takes seconds."""
+    """Print a table; purely numeric columns are right-aligned. Cells are folded where rows are too
+    wide, but not of long tables, which takes seconds."""
     click.echo(title)
-    if len(rows) > _FOLDED_ROWS:
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        for row in [columns, *rows]:
-            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            click.echo("  ".join(padded).rstrip())
+    cells = [list(column) for column in zip(columns, *rows, strict=True)]
+    numeric = [_is_numeric(column[1:]) for column in cells]
+    widths = [max(map(len, column)) for column in cells]
+    # Piped output must not depend on a terminal's width.
+    room = get_terminal_size().columns if sys.stdout.isatty() else 160
+    plain = all(text.isascii() and text.isprintable() for column in cells for text in column)
+    if len(rows) > _FOLDED_ROWS or (plain and sum(widths) + 2 * len(widths) - 2 <= room):
+        aligned = list(zip(widths, numeric, strict=True))
+        for number, row in enumerate([columns, *rows]):
+            shown = (
+                text.rjust(width) if right else text.ljust(width)
+                for text, (width, right) in zip(row, aligned, strict=True)
+            )
+            line = "  ".join(shown)
+            click.echo(click.style(line, bold=True) if number == 0 else line)
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        cells = [row[index] for row in rows]
-        numeric = bool(cells) and all(cell[:1] in "-+0123456789" for cell in cells if cell)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    # Piped output must not depend on a terminal's width.
-    width = None if sys.stdout.isatty() else 160
-    Console(width=width, highlight=False, markup=False).print(table)
+    for name, right in zip(columns, numeric, strict=True):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for cells_of in rows:
+        table.add_row(*cells_of)
+    Console(width=room, highlight=False, markup=False).print(table)
+
+
+def _is_numeric(cells: list[str]) -> bool:
+    return bool(cells) and all(cell[:1] in "-+0123456789" for cell in cells if cell)
 
 
 def print_written(out: Path, trace: RoutingTrace, more: str = "") -> None:
