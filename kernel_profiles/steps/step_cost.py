@@ -233,6 +233,25 @@ class StepPricer:
             _write_parts(self._reference, batch, context, n, rows, activated is None)
             return StepParts(*step.found.tolist())
 
+    def decodes(self, most: int, context: float, activated: Sequence[float]) -> Floats:
+        """Return the times of decode steps of all batches: `parts` of each.
+
+        Args:
+            most: the largest batch.
+            context: tokens that each sequence attends to, itself included.
+            activated: experts of each MoE layer on its busiest rank.
+
+        Returns:
+            float64 ``[most, parts]``, seconds of batches of 1, 2, ...
+        """
+        layers, found = (
+            np.zeros_like(self._step.activated),
+            np.empty((most, len(StepParts._fields))),
+        )
+        layers[: len(activated)] = activated
+        _write_decodes(Reference(self._step._replace(activated=layers, found=found)), context)
+        return found
+
 
 class _Step(NamedTuple):
     cost: Any
@@ -240,6 +259,17 @@ class _Step(NamedTuple):
     count: Any
     activated: Any
     found: Any
+
+
+@Entry
+def _write_decodes(step: Any, context: float) -> int:
+    first, count = step.first[:0], step.count[:0]
+    for i in range(step.found.shape[0]):
+        n = i + 1
+        parts = step_parts(step.cost, n, n, n * context, first, count, n, step.activated, False)
+        for k in range(len(parts)):
+            step.found[i, k] = parts[k]
+    return 0
 
 
 @Entry

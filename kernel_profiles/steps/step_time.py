@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kept import kept
@@ -131,6 +132,11 @@ class StepTimeModel:
     def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
         """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
         return math.fsum(self.parts(batch, batch * mean_context, activated=activated))
+
+    def decodes_s(self, activated: Sequence[float], mean_context: float) -> Floats:
+        """Return `decode_s` of every batch up to ``max_num_seqs``, from 1 on."""
+        parts = _pricer(self).decodes(self.max_num_seqs, mean_context, activated)
+        return np.array([math.fsum(step) for step in parts.tolist()])
 
     def prefill_s(
         self,

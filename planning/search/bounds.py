@@ -141,5 +141,4 @@ def _prompts_s(step_time: StepTimeModel, lengths: tuple[int, ...]) -> Floats:
 def _fastest_steps(step_time: StepTimeModel, n_ranks: int, top_k: int, context: float) -> Floats:
     """Return a lower bound on the time of a decode step at batch 1, 2, ..., s."""
     activated = [-(-top_k // n_ranks)] * step_time.n_moe_layers
-    batches = range(1, step_time.max_num_seqs + 1)
-    return np.array([step_time.decode_s(activated, n, context) for n in batches])
+    return step_time.decodes_s(activated, context)

@@ -586,6 +586,8 @@ def test_parts_of_a_step_are_named_and_sum_up(qwen):
     assert mixed.dense < decode.dense + prompt.dense
     assert mixed.collectives == mixed.host == 0.0
     assert qwen.decode_s(every, 8, 500) == pytest.approx(sum(decode))
+    each = [qwen.decode_s(every, n, 500) for n in range(1, qwen.max_num_seqs + 1)]
+    assert qwen.decodes_s(every, 500).tolist() == each
     wrong = [{"batch": -1}, {"batch": 65, "activated": every}, {"batch": 1}]
     wrong += [{"chunks": [(0, 0)]}, {"chunks": [(8000, 4000)]}, {"batch": 1, "activated": [1]}]
     for step in wrong:
