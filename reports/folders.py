@@ -1,16 +1,22 @@
 """Result folders: the command that wrote each, and its files."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.lazy import Lazy
 from eldr_sim.parquet import read_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+else:
+    pa = Lazy("pyarrow")
 
 Kind = Literal["run", "comparison", "what-if", "drafts", "autoscalers", "sweep", "plan"]
 #: Files that identify the kind of a folder, the most specific first.
