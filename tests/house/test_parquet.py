@@ -1,9 +1,11 @@
 """Columns that are made without `pyarrow.array`, which imports pandas."""
 
+import math
+
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.parquet import column, texts
+from eldr_sim.parquet import array_of, column, table_of, texts
 
 from ..on_each import on_each
 
@@ -28,3 +30,19 @@ def test_texts_are_those_that_codes_stand_for():
         made = texts(names, codes)
         made.validate(full=True)
         assert made.to_pylist() == [names[code] for code in codes]
+
+
+@on_each(
+    "values",
+    [[1, 2], [1.5, None, math.nan], [1, 2.5, None], [True, None], ["a", "é", None, ""], [None], []],
+)
+def test_a_column_of_values_is_pyarrows(values):
+    made, known = array_of(values), pa.array(values)
+    assert made.type == known.type and made.null_count == known.null_count
+    assert repr(made.to_pylist()) == repr(known.to_pylist())
+
+
+def test_a_table_of_rows_is_pyarrows():
+    rows = [{"a": 1, "b": None}, {"a": 2.5, "b": "x", "c": [1]}]
+    assert table_of(rows).equals(pa.Table.from_pylist(rows))
+    assert table_of([]).equals(pa.Table.from_pylist([]))
