@@ -38,7 +38,7 @@ def test_texts_are_those_that_codes_stand_for():
 )
 def test_a_column_of_values_is_pyarrows(values):
     made, known = array_of(values), pa.array(values)
-    assert made.type == known.type and made.null_count == known.null_count
+    assert (made.type, made.null_count) == (known.type, known.null_count)
     assert repr(made.to_pylist()) == repr(known.to_pylist())
 
 
