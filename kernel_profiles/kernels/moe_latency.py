@@ -132,8 +132,9 @@ class MoELatency:
         """Seconds by the form that was fitted, a new array."""
         experts = np.interp(distinct, np.arange(self.n_experts + 1.0), self.expert_s)
         slowed = 1 + interpolate(batch, self.batch_knots, self.batch_s) / self.expert_s[-1]
-        seconds = np.asarray(experts * slowed)
-        return np.maximum(seconds, self.expert_s[0] + self.token_s * batch, out=seconds)
+        seconds: Floats = np.asarray(experts * slowed)
+        np.maximum(seconds, self.expert_s[0] + self.token_s * batch, out=seconds)
+        return seconds
 
     def grid_s(self, max_batch: int) -> Floats:
         """Table [max_batch + 1, n_experts + 1] of seconds; row 0 and column 0 are zero."""
