@@ -158,7 +158,7 @@ def _compare(path: Path, runs: list[Any]) -> None:
 
     content, compared = freeze.compare(path, runs)
     cells = [
-        [each.name, each.metric, f"{each.measured:.4g}", f"{each.predicted:.4g}",
+        [each.run.name, each.metric, f"{each.measured:.4g}", f"{each.predicted:.4g}",
          f"{each.error:+.1f}"]
         for each in compared
     ]  # fmt: skip

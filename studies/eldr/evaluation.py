@@ -63,9 +63,6 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_18": lambda: scaling.figure_18(runner, ep_rates),
         "table_1": lambda: scaling.table_1(runner, trace()),
         **{name: study[name] for name in ("table_2", "table_2_recorded", "figure_18_recorded")},
-        "beyond": lambda: scaling.beyond(
-            runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
-        ),
         "map": lambda: eldr_map.eldr_map(runner, quick),
     }
 

@@ -1,15 +1,14 @@
-"""ELDR's overheads, prefix caching and expert parallelism (Table 1, Fig. 17 and 18), and beyond."""
+"""ELDR's overheads, prefix caching and expert parallelism (Table 1, Fig. 17 and 18)."""
 
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from eldr_sim.charts import bars, lines
-from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, change, percent
+from eldr_sim.planning.studies.figures import Claim, Reproduction, Runner, percent
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.policies.eldr.router import EldrPolicy
@@ -135,28 +134,3 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
     draw = lines(rows, "request_rate", (f"{P50}_percent", f"{P99}_percent"), "placement")
     return Reproduction("figure_18", "235B under expert parallelism", rows, claims, draw)
-
-
-def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Reproduction:
-    """Policies beyond the paper: marginal_cost and the oracle, paired with eldr by seed."""
-    cells = product(("task", "language"), rates, ("eldr", "marginal_cost", "oracle"))
-    cases = {
-        (workload, rate, policy): {"policy": policy, "workload": workload, "request_rate": rate}
-        for workload, rate, policy in cells
-    }
-    runs = runner.paired(cases, seeds)
-    rows = []
-    for (workload, rate, policy), own in runs.items():
-        if policy == "eldr":
-            continue
-        row: dict[str, Any] = dict(cases[workload, rate, policy])
-        for metric in (P50, P99):
-            names = (f"{metric}_percent", f"{metric}_low", f"{metric}_high")
-            found = change(own, runs[workload, rate, "eldr"], metric)
-            row |= zip(names, found, strict=True)
-        rows.append(row)
-    draw = bars(
-        rows, "request_rate", f"{P50}_percent", "policy", "workload",
-        ends=(f"{P50}_low", f"{P50}_high"), label="median TPOT, % of eldr",
-    )  # fmt: skip
-    return Reproduction("beyond", "marginal_cost and the oracle against eldr", rows, [], draw)

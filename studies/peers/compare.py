@@ -4,16 +4,15 @@
 docs/data."""
 
 import csv
-import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from eldr_sim.planning.studies.figures import grouped
 from eldr_sim.validation.published import judge
-from eldr_sim.validation.published.freeze import checksum
 from eldr_sim.validation.published.journal import Found
 from eldr_sim.validation.published.runs import PublishedRun, read_runs
 
@@ -24,9 +23,7 @@ DATA = Path(__file__).parents[2] / "docs" / "data"
 
 def frozen() -> dict[str, Any]:
     """Return the predictions of AISimulate."""
-    content = json.loads(FROZEN.read_text(encoding="utf-8"))
-    assert checksum(content) == content["checksum"], f"{FROZEN} was changed by hand"
-    return dict(judge.predictions(content))
+    return dict(judge.predictions(judge.kept(FROZEN)))
 
 
 class Errors(NamedTuple):
@@ -40,7 +37,7 @@ class Errors(NamedTuple):
     @property
     def cell(self) -> str:
         """Publisher, engine, GPU and model."""
-        return f"{self.run.row['publisher']}, {judge.cell_of(self.run)}"
+        return f"{self.run.row['publisher']}, {self.run.cell}"
 
 
 def joined(
@@ -72,10 +69,7 @@ def both(errors: Sequence[Errors]) -> list[str]:
 
 def by_cell(errors: Sequence[Errors]) -> dict[str, list[Errors]]:
     """Return the errors of each cell."""
-    cells = defaultdict[str, list[Errors]](list)
-    for each in errors:
-        cells[each.cell].append(each)
-    return dict(sorted(cells.items()))
+    return dict(sorted(grouped(errors, attrgetter("cell")).items()))
 
 
 def ahead(errors: Sequence[Errors]) -> dict[str, tuple[int, int]]:

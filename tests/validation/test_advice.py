@@ -25,46 +25,48 @@ def table(ours=0.0, other=0.0, **columns):
     return pa.table(figures | columns)
 
 
+def advised(runs, *args, **kwargs):
+    return advice.advise(advice.choices_of(runs), *args, **kwargs)
+
+
 def rate(run):
     """Output tokens/s of a closed loop: streams over a request's life."""
     return 4 * 2**run * 101 / (MEASURED[run] * (10 + 100) / 1e3)
 
 
 def test_who_predicts_rightly_chooses_best():
-    found = advice.advise(table(), "ours")
+    found = advised(table(), "ours")
     assert found.kept.tolist() == [True] * 4  # 50 ms: no run is beyond
     assert found.served == pytest.approx([1.0] * 4)
 
 
 def test_errors_cost_the_bound_or_throughput():
     """Within 15 ms: 30% too fast takes the run of 18 ms, 30% too slow that of 8 for 14."""
-    fast, slow = (advice.advise(table(error, -error), "ours") for error in (-30.0, 30.0))
+    fast, slow = (advised(table(error, -error), "ours") for error in (-30.0, 30.0))
     at = 1  # of 15 ms
     assert (fast.kept[at], fast.over[at]) == (False, pytest.approx(18.0 / 15.0))
     assert fast.value[at] == 0.0
     assert slow.kept[at]
     assert slow.served[at] == pytest.approx(rate(1) / rate(3))
-    others = advice.advise(table(-30.0, 30.0), "other")
+    others = advised(table(-30.0, 30.0), "other")
     assert others.served == pytest.approx(slow.served)
 
 
 def test_a_margin_mends_what_is_too_fast():
-    found = advice.advise(table(-25.0), "ours", margin=0.2)
+    found = advised(table(-25.0), "ours", margin=0.2)
     assert found.kept.all()
-    assert not advice.advise(table(-25.0), "ours").kept.all()
+    assert not advised(table(-25.0), "ours").kept.all()
 
 
 def test_questions_have_choices_on_both_sides_of_the_bound():
     """Few choices, or all within the bound: nothing is asked; marked rows are no choices."""
-    assert len(advice.advise(table(tpot_ms=np.full(6, 5.0)), "ours").kept) == 0
-    assert (
-        len(advice.advise(table(excluded=["", "", "", "", "", "contradictory"]), "ours").kept) == 0
-    )
+    assert len(advised(table(tpot_ms=np.full(6, 5.0)), "ours").kept) == 0
+    assert len(advised(table(excluded=["", "", "", "", "", "contradictory"]), "ours").kept) == 0
     assert advice.rows_of(table(excluded=["x"] * 6)) == []
 
 
 def test_nothing_predicted_within_the_bound_serves_nothing():
-    found = advice.advise(table(400.0), "ours")
+    found = advised(table(400.0), "ours")
     assert not found.kept[0]
     assert (found.served[0], found.value[0]) == (0.0, 0.0)
     assert np.isnan(found.over[0])

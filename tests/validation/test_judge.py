@@ -73,13 +73,11 @@ def test_a_moved_cell_passes_only_where_the_changelog_names_it():
     assert judge.moved({cell.name: cell}, {}) == ["vllm, H100, M: no longer predicted"]
 
 
-def test_predictions_that_were_changed_by_hand_are_seen(monkeypatch, tmp_path):
+def test_predictions_that_were_changed_by_hand_are_seen(tmp_path):
     content = judge.kept()
     name = next(iter(content["rows"]))
     content["rows"][name]["prediction"] = {"tpot": 1.0}
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    (folder / "predicted.json").write_text(json.dumps(content))
-    monkeypatch.setattr(judge, "files", lambda package: tmp_path)
+    path = tmp_path / "predicted.json"
+    path.write_text(json.dumps(content))
     with pytest.raises(AssertionError, match="by hand"):
-        judge.kept()
+        judge.kept(path)

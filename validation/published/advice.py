@@ -43,8 +43,9 @@ def _throughput(frame: Any, tpot_ms: Any, ttft_ms: Any) -> Any:
     return frame.concurrency * frame.output_len / life_s / frame.gpus
 
 
-def _choices(table: pa.Table) -> Any:
-    """Return the runs that both estimators predict and no filter marks: figures by estimator."""
+def choices_of(table: pa.Table) -> Any:
+    """Return the runs of `record.table_of` that both estimators predict and no filter marks:
+    figures by estimator."""
     frame = table.to_pandas()
     frame = frame[(frame.refused == "") & (frame.excluded == "")].copy()
     for who, error in (("ours", "error"), ("other", "other")):
@@ -57,14 +58,10 @@ def _choices(table: pa.Table) -> Any:
     return frame.dropna(subset=["ours_rate", "other_rate"])
 
 
-def advise(table: pa.Table, who: str, margin: float = 0.0) -> Advice:
+def advise(choices: Any, who: str, margin: float = 0.0) -> Advice:
     """Choose for every question of six choices or more, of which some keep the bound, and judge by
-    what was measured. ``table``: of `record.table_of`; ``who``: ``ours`` or ``other``; ``margin``:
+    what was measured. ``choices``: of `choices_of`; ``who``: ``ours`` or ``other``; ``margin``:
     share by which a predicted TPOT must stay below the bound."""
-    return _advise(_choices(table), who, margin)
-
-
-def _advise(choices: Any, who: str, margin: float) -> Advice:
     lines = list[tuple[bool, float, float, int]]()
     for group, (_, runs) in enumerate(choices.groupby(_ASKED)):
         for limit in LIMITS:
@@ -85,10 +82,10 @@ def _advise(choices: Any, who: str, margin: float) -> Advice:
 def rows_of(table: pa.Table, names: Sequence[str] = ("eldr-sim", "other")) -> list[dict[str, str]]:
     """Return a row for each margin and estimator: what its choices keep and serve, with 95%
     intervals over resampled cards, models and lengths."""
-    rows, choices = list[dict[str, str]](), _choices(table)
+    rows, choices = list[dict[str, str]](), choices_of(table)
     for margin in MARGINS:
         for who, name in zip(("ours", "other"), names, strict=True):
-            advice = _advise(choices, who, margin)
+            advice = advise(choices, who, margin)
             if not len(advice.kept):
                 return []
             missed = advice.over[~advice.kept & np.isfinite(advice.over)]

@@ -6,7 +6,6 @@ whether the row already had a measurement, the version, the date, and a checksum
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.outputs import whole_file
 from eldr_sim.validation.published.journal import Found
-from eldr_sim.validation.published.runs import MEASURED, PublishedRun
+from eldr_sim.validation.published.runs import MEASURED, Line, PublishedRun, lines_of
 
 #: Columns of a row that are no part of what was launched.
 _APART = (*MEASURED, "used", "doubt", "ttft_doubt", "note", "licence", "source")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A figure of a row: measured, predicted, and the error in %."""
-
-    name: str
-    metric: str
-    measured: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1, %."""
-        return 100.0 * (self.predicted / self.measured - 1.0)
 
 
 def freeze(
@@ -60,7 +44,7 @@ def checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], list[Compared]]:
+def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], list[Line]]:
     """Return frozen predictions, and them beside what rows say by now; raises InputError for a file
     that was changed, a row that was launched otherwise or had been measured when it was frozen,
     and where nothing is measured."""
@@ -73,22 +57,16 @@ def compare(path: Path, runs: Sequence[PublishedRun]) -> tuple[dict[str, Any], l
         raise InputError("compare", problem, "a file that --freeze wrote") from None
     if checksum(content) != known:
         raise InputError("compare", f"{path} was changed after it was frozen", "as written")
-    compared = []
-    for run in runs:
-        row = rows.get(run.name)
-        if row is None:
-            continue
+    frozen = [run for run in runs if run.name in rows]
+    for run in frozen:
+        row = rows[run.name]
         if row["measured"]:
             problem = f"the measurement of {run.name} was known when it was frozen"
             raise InputError("compare", problem, "rows that were frozen without measurements")
         if row["launch"] != _launch(run):
             raise InputError("compare", f"{run.name} has another launch line now", "as frozen")
-        if isinstance(row["prediction"], dict):
-            compared += [
-                Compared(run.name, metric, measured, row["prediction"][metric])
-                for metric, measured in run.measured.items()
-                if row["prediction"].get(metric)
-            ]
+    found = {name: row["prediction"] for name, row in rows.items()}
+    compared = list(lines_of(frozen, found))
     if not compared:
         raise InputError("compare", f"no row of {path} has a measurement now", "rows with some")
     return content, compared

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from eldr_sim.validation.published.runs import PublishedRun
 #: A cell moves where its median error changes by more than this many points and this share.
 POINTS, SHARE = 2.0, 0.1
 _FIGURES = ("tpot", "ttft")
+_KEPT = files(__package__) / "rows" / "predicted.json"
 #: Rows that are predicted again in every run of the tests: of all three engines, dense and with
 #: experts; the routing of larger models takes too long to draw.
 WATCHED = (
@@ -38,11 +40,10 @@ class Cell(NamedTuple):
     ttft: float | None
 
 
-def kept() -> dict[str, Any]:
+def kept(path: Traversable = _KEPT) -> dict[str, Any]:
     """Return the kept predictions: ``version``, ``date``, ``checksum``, and ``rows`` by name."""
-    path = files(__package__) / "rows" / "predicted.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    assert checksum(found) == found["checksum"], "predicted.json was changed by hand"
+    assert checksum(found) == found["checksum"], f"{path.name} was changed by hand"
     return found
 
 
@@ -59,7 +60,7 @@ def cells(runs: Iterable[PublishedRun], found: Mapping[str, Found]) -> dict[str,
         what = found.get(run.name)
         if not isinstance(what, dict) or not any(name in run.measured for name in _FIGURES):
             continue
-        cell = cell_of(run)
+        cell = run.cell
         counts[cell] += 1
         for name in _FIGURES:
             if name in run.measured and what.get(name):
@@ -68,12 +69,6 @@ def cells(runs: Iterable[PublishedRun], found: Mapping[str, Found]) -> dict[str,
         name: Cell(name, counts[name], *(_median(errors[name][each]) for each in _FIGURES))
         for name in sorted(errors)
     }
-
-
-def cell_of(run: PublishedRun) -> str:
-    """Return the cell of a row: engine, GPU and model."""
-    engine = run.row["engine"].partition("==")[0]
-    return f"{engine}, {run.row['gpu']}, {run.row['model'].rpartition('/')[2]}"
 
 
 def _median(errors: Sequence[float]) -> float | None:

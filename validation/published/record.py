@@ -4,7 +4,6 @@ that a run that was cut goes on. Nothing that was measured reaches a prediction.
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.validation.published import advice, silicon_rows
 from eldr_sim.validation.published.journal import OF_RECORD, predicted
+from eldr_sim.validation.published.runs import sampled
 from eldr_sim.validation.published.silicon import Form, case_tables, load_of, predict_load
 from eldr_sim.validation.published.silicon_rows import (
     GPUS,
@@ -106,14 +106,8 @@ def _run(record: dict[str, str]) -> tuple[object, ...]:
 
 def sample(rows: Sequence[Row], every: int) -> list[Row]:
     """Return every Nth row of each engine, mode, card and model, the first of them first."""
-    seen: Counter[tuple[str, ...]] = Counter()
-    kept = []
-    for row in rows:
-        cell = row.labels["engine"], row.labels["mode"], row.labels["gpu"], row.target
-        if seen[cell] % every == 0:
-            kept.append(row)
-        seen[cell] += 1
-    return kept
+    labels = ("engine", "mode", "gpu")
+    return sampled(rows, every, lambda row: (*map(row.labels.get, labels), row.target))
 
 
 def predict_record(

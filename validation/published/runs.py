@@ -6,12 +6,14 @@ with `PublishedRun.command` makes the same prediction. Nothing that was measured
 import csv
 import shlex
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_yaml, read_text
@@ -22,8 +24,9 @@ from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.published.journal import OF_RUNS, predicted
+from eldr_sim.validation.published.journal import OF_RUNS, Found, predicted
 
+T = TypeVar("T")
 #: What a row has been used for: a constant was chosen on it; a cause that was mended was found on
 #: it; neither.
 Used = Literal["fit", "in_view", "never"]
@@ -39,6 +42,8 @@ _FIELDS = {
     "length_range": "random_range_ratio",
 }  # fmt: skip
 _ENGINES = ("vllm", "sglang", "trtllm")
+#: Rows with more requests in flight on a worker are told apart: servers and clients set the pace.
+MANY = 256
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class PublishedRun:
     def used(self) -> Used:
         """What it has been used for."""
         return cast(Used, self.row["used"])
+
+    @property
+    def cell(self) -> str:
+        """Its engine, GPU and model."""
+        engine = self.row["engine"].partition("==")[0]
+        return f"{engine}, {self.row['gpu']}, {self.row['model'].rpartition('/')[2]}"
 
     @property
     def doubt(self) -> str:
@@ -103,6 +114,32 @@ class PublishedRun:
             else:  # a launch line begins with a dash
                 words.append(f"--{flag}={value}")
         return shlex.join(words)
+
+
+class Line(NamedTuple):
+    """A figure of a row beside its prediction."""
+
+    run: PublishedRun
+    metric: str
+    measured: float
+    predicted: float
+    many: bool  #: whether more than `MANY` requests were in flight
+
+    @property
+    def error(self) -> float:
+        """In %."""
+        return 100.0 * (self.predicted / self.measured - 1.0)
+
+
+def lines_of(runs: Sequence[PublishedRun], found: Mapping[str, Found]) -> Iterator[Line]:
+    """Yield what was measured and is predicted."""
+    for run in runs:
+        what = found[run.name]
+        if isinstance(what, dict):
+            for metric, measured in run.measured.items():
+                if what.get(metric):
+                    many = what.get("in_flight", 0.0) > MANY
+                    yield Line(run, metric, measured, what[metric], many)
 
 
 def read_runs(path: Path | None = None) -> list[PublishedRun]:
@@ -180,14 +217,12 @@ def kind_of_run(run: PublishedRun, in_flight: float) -> Kind:
     return kind_of(config.engine.engine, gpu, model, apart=apart, in_flight=in_flight)
 
 
-def sample_runs(runs: Sequence[PublishedRun], every: int) -> list[PublishedRun]:
+def sample_runs(runs: Iterable[PublishedRun], every: int) -> list[PublishedRun]:
     """Return every ``every``-th row of each publisher, GPU, engine and model, the first first."""
-    seen = dict[tuple[str, ...], int]()
-    kept = []
-    for run in runs:
-        engine = run.row["engine"].partition("==")[0]
-        cell = run.row["publisher"], run.row["gpu"], engine, run.row["model"]
-        if seen.setdefault(cell, 0) % every == 0:
-            kept.append(run)
-        seen[cell] += 1
-    return kept
+    return sampled(runs, every, lambda run: (run.row["publisher"], run.row["model"], run.cell))
+
+
+def sampled(rows: Iterable[T], every: int, cell: Callable[[T], Hashable]) -> list[T]:
+    """Return every ``every``-th row of each cell, the first of them first."""
+    seen = defaultdict[Hashable, Iterator[int]](count)
+    return [row for row in rows if next(seen[cell(row)]) % every == 0]

@@ -1,47 +1,19 @@
 """The page of runs with launch lines: errors by cells, rows that nothing was chosen by first."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.outputs import markdown_table, whole_file
+from eldr_sim.planning.studies.figures import grouped
 from eldr_sim.validation.published.journal import Found
-from eldr_sim.validation.published.runs import PublishedRun
+from eldr_sim.validation.published.runs import MANY, Line, PublishedRun, lines_of
 
-#: Rows with more requests in flight on a worker are told apart: servers and clients set the pace.
-MANY = 256
 _USED = {"never": "never used", "in_view": "a cause was found on them", "fit": "fitted on"}
-
-
-class Line(NamedTuple):
-    """A figure of a row beside its prediction."""
-
-    run: PublishedRun
-    metric: str
-    measured: float
-    predicted: float
-    many: bool  #: whether more than `MANY` requests were in flight
-
-    @property
-    def error(self) -> float:
-        """In %."""
-        return 100.0 * (self.predicted / self.measured - 1.0)
-
-
-def lines_of(runs: Sequence[PublishedRun], found: Mapping[str, Found]) -> Iterator[Line]:
-    """Yield what was measured and is predicted."""
-    for run in runs:
-        what = found[run.name]
-        if isinstance(what, dict):
-            for metric, measured in run.measured.items():
-                if what.get(metric):
-                    many = what["in_flight"] > MANY
-                    yield Line(run, metric, measured, what[metric], many)
 
 
 def sizes(errors: Sequence[float]) -> str:
@@ -65,14 +37,14 @@ def _table(groups: Mapping[str, Sequence[Line]]) -> list[str]:
 
 
 def _groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    groups = defaultdict[str, list[Line]](list)
+    groups = dict[str, list[Line]]()
     for used, words in _USED.items():
         of = [line for line in lines if line.run.used == used]
         for many, load in ((False, f"up to {MANY} in flight"), (True, f"more than {MANY}")):
             part = [line for line in of if line.many == many]
             if part:
                 groups[f"{words}, {load}"] = part
-    return dict(groups)
+    return groups
 
 
 def headline(runs: Sequence[PublishedRun], found: Mapping[str, Found]) -> list[str]:
@@ -87,12 +59,7 @@ def write(
     lines = list(lines_of(runs, found))
     text = ["# Runs with their launch lines", "", f"`{command}`, {date}.", ""]
     text += ["Errors in %: median, 90th percentile, signed median.", "", *_table(_groups(lines))]
-    cells = defaultdict[str, list[Line]](list)
-    for line in lines:
-        row = line.run.row
-        engine = row["engine"].partition("==")[0]
-        model = row["model"].rpartition("/")[2]
-        cells[f"{row['publisher']}: {engine}, {row['gpu']}, {model}"].append(line)
+    cells = grouped(lines, lambda line: f"{line.run.row['publisher']}: {line.run.cell}")
     text += ["", "## Cells", "", *_table(dict(sorted(cells.items()))), ""]
     refused = defaultdict[str, list[str]](list)
     for run in runs:
