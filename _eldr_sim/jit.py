@@ -153,14 +153,16 @@ class Entry:
             with suppress(OSError):
                 kept = path.read_bytes()
         checksum, text = kept[:_DIGEST], kept[_DIGEST:]
-        if checksum != hashlib.sha256(text).digest():
+        at = _load(text) if checksum == hashlib.sha256(text).digest() else 0
+        if not at:
             from eldr_sim.compiler import object_of
 
             text = object_of(self, reference.type)
             if place() and can_write(place()):
                 _keep(path, text)
-        names, _, code = text.partition(b"\n")
-        return _load(names.decode().split(), code)
+            at = _load(text)
+        assert at, f"{path.name} needs what this process lacks"
+        return at
 
 
 _lock = threading.RLock()
@@ -205,16 +207,21 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def _load(names: list[str], code: bytes) -> int:
-    """Load an object file; ``names``: of its function, and of those that it needs."""
+def _load(text: bytes) -> int:
+    """Load an object file below a line of the names of its function and of those that it needs.
+    Return where the function is; 0 where this process lacks one of these, such as numba's counts of
+    references, which a function calls that was compiled for Python first."""
     engine = _engine()  # it makes the symbols of this process known
-    name, *needs = names
+    line, _, code = text.partition(b"\n")
+    name, *needs = line.decode().split()
     for ours in ("frexp", "ldexp"):  # numba's are C's
         at, known = (llvm.address_of_symbol(each) for each in (ours, f"numba_{ours}"))
         if at and not known:
             llvm.add_symbol(f"numba_{ours}", at)
     if any(llvm.address_of_symbol(need) is None for need in needs):
         import eldr_sim.compiler  # noqa: F401  numba makes its own known
+    if any(llvm.address_of_symbol(need) is None for need in needs):
+        return 0
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return int(engine.get_function_address(name))

@@ -1,5 +1,6 @@
 """Compiled functions that are called by address: `jit.Entry`."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -35,6 +36,10 @@ for kind in sys.argv[1:]:
 
 class Numbers(NamedTuple):
     values: Any
+
+
+def checksum(text):
+    return hashlib.sha256(text).digest()
 
 
 @Entry
@@ -73,6 +78,13 @@ def test_kept_code_needs_no_numba_and_other_code_is_compiled(tmp_path):
         for file in (tmp_path / "cache").rglob("total-*.o"):
             file.write_bytes(damaged)
         assert run("f8", factor=3) == ["9.0", "True"]
+    assert run("f8", factor=3) == ["9.0", "False"]
+
+    for file in (tmp_path / "cache").rglob("total-*.o"):
+        line, _, code = file.read_bytes()[len(checksum(b"")) :].partition(b"\n")
+        text = line + b" NRT_of_a_process_with_numba\n" + code
+        file.write_bytes(checksum(text) + text)
+    assert run("f8", factor=3) == ["9.0", "True"]  # kept by a process that had more
     assert run("f8", factor=3) == ["9.0", "False"]
 
 
