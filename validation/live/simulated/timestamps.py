@@ -51,6 +51,12 @@ class RequestTimestamps:
         """Time from the post to the last token."""
         return self.last_token_s - self.sent_s
 
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean time per token after the first; NaN for requests of one token."""
+        gaps = np.array([len(times) - 1 if len(times) > 1 else np.nan for times in self.token_s])
+        return np.asarray((self.last_token_s - self.first_token_s) / gaps, np.float64)
+
     def gaps_s(self, which: NDArray[np.intp]) -> Floats:
         """Return the gaps between consecutive tokens of some requests, concatenated."""
         return np.concatenate([np.empty(0), *(np.diff(self.token_s[i]) for i in which)])
