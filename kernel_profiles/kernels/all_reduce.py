@@ -2,7 +2,7 @@
 
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
+from eldr_sim.kernel_profiles.tables.library import Engine
 
 ONE_KERNEL = Engine("trtllm")
 """Its rows stand for the kernel that vLLM and SGLang call, FlashInfer's
@@ -10,6 +10,10 @@ ONE_KERNEL = Engine("trtllm")
 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 """Messages below this size use an engine's own all-reduce (vLLM's ``max_size``), others NCCL."""
+
+LEAST_BYTES = 16
+"""And so do those of less: ``should_custom_ar`` of vLLM and SGLang asks for multiples of it, which
+larger batches of CUDA graphs are."""
 
 _CAPABILITY = {
     "H100": "9.0", "H200": "9.0", "B200": "10.0", "GB200": "10.0", "B300": "10.3", "GB300": "10.3"
@@ -24,10 +28,13 @@ _VLLM_BYTES = {
 }
 
 
-def sglang_fuses(model: ModelDims, gpu: GPU) -> bool:
+def sglang_fuses(model: ModelDims, gpu: GPU, engine: Engine) -> bool:
     """Whether SGLang does: DeepSeek-V3, GPT-OSS, GLM-4 and Qwen3 MoE on Hopper and Blackwell, H20
-    aside (``server_args.py``); no dense models, linear attention, or norms over the heads of all
-    GPUs (MiniMax)."""
+    aside, before 0.5.7 the first two on Blackwell (``server_args.py`` of 0.5.6.post2 and 0.5.7); no
+    dense models, linear attention, or norms over the heads of all GPUs (MiniMax)."""
+    first = model.attention == "mla" or model.name.lower().startswith("gpt-oss")
+    if engine.before("0.5.7") and not (first and _capability(gpu).startswith("10")):
+        return False
     plain = model.is_dense or model.n_linear_layers > 0 or model.qk_norm == "full_width"
     return not plain and bool(_capability(gpu)) and gpu.name not in ("H20", "H20-141GB")
 
@@ -43,13 +50,20 @@ def fused_tokens(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int
     if engine.name == "trtllm":
         return CUSTOM_ALL_REDUCE_BYTES // token_bytes
     if engine.name == "sglang":
-        return _SGLANG_TOKENS if sglang_fuses(model, gpu) else 0
+        return _SGLANG_TOKENS if sglang_fuses(model, gpu, engine) else 0
     capability = _capability(gpu)
     since = _VLLM_SINCE.get(capability, "")
-    newer = not engine.version or version_numbers(engine.version) >= version_numbers(since)
-    if engine.name != "vllm" or not since or not newer:
+    if engine.name != "vllm" or not since or engine.before(since):
         return 0
     return _VLLM_BYTES[capability].get(n_gpus, 0) // token_bytes
+
+
+def norm_reduces(engine: Engine) -> int:
+    """Return the all-reduces of norms over the heads of all GPUs: queries' and keys' sums together,
+    in vLLM before 0.14 and SGLang before 0.5.8 each (vllm-project/vllm pull request 31493,
+    ``minimax_m2.py`` of SGLang 0.5.7 and 0.5.8)."""
+    since = {"vllm": "0.14", "sglang": "0.5.8"}.get(engine.name)
+    return 2 if since and engine.before(since) else 1
 
 
 def _capability(gpu: GPU) -> str:

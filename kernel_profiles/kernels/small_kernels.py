@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.shipped_data import shipped_json
 from eldr_sim.kernel_profiles.tables import format
-from eldr_sim.kernel_profiles.tables.library import Engine, version_numbers
+from eldr_sim.kernel_profiles.tables.library import Engine
 
 SMALL_KERNELS = shipped_json("small_kernels")
 _ROUTER = shipped_json("router_gemm")
@@ -21,6 +21,10 @@ _FLOAT32_GATES = {"vllm": "0.29", "sglang": "0.5.11"}
 September 2026; sgl-project/sglang 22744, April 2026, which says what a gate took before: 9.1% of a
 step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
 
+
+UNFUSED_TOP_K_S = 33e-6
+"""SGLang's ``biased_grouped_topk_impl`` at decode: of Kimi-K2's 384 experts, on GPUs that
+sgl-project/sglang pull request 13150 does not name."""
 
 MLA_KERNELS = 8
 """Small kernels of multi-head latent attention beside others': two norms of the compressed queries
@@ -64,19 +68,19 @@ def launched_kernels(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) ->
     """Kernels of all layers that a host launches beside GEMMs, attention and what every layer has.
 
     Of FP8 and FP4 experts the quantization of tokens and of activations; conversion for a float32
-    gate; two kernels after SGLang's GLM-4 experts (its unfused top-k is one compiled call). Under
-    tensor parallelism two all-reduces a layer, and beside norms over the heads of all GPUs a sum
-    and an all-reduce (``minimax_m2.py`` of SGLang 0.5.8). TensorRT-LLM takes all-reduce and norm in
-    one kernel, and so does SGLang (`sglang_fuses`); vLLM's prompts are above its limit.
+    gate; SGLang's unfused top-k is one compiled call. Under tensor parallelism two all-reduces a
+    layer, and beside norms over the heads of all GPUs a sum and an all-reduce (``minimax_m2.py`` of
+    SGLang 0.5.8). TensorRT-LLM takes all-reduce and norm in one kernel, and so does SGLang
+    (`sglang_fuses`); vLLM's prompts are above its limit.
     TensorRT-LLM's operator of experts quantizes inside, and what a launch costs is derived from
     it."""
     if engine.name == "trtllm":
         return unfused_kernels(model)
-    gate = model.float32_gate + 2 * (unfused_gate_kernels(model, engine) > 0)
+    gate = has_float32_gate(model, engine)
     quantized = 2 * (model.expert_dtype in ("fp8", "fp8_block", "nvfp4"))
     kernels = unfused_kernels(model) + model.n_moe_layers * (gate + quantized)
     full = model.qk_norm == "full_width"
-    if n_gpus > 1 and not (engine.name == "sglang" and sglang_fuses(model, gpu)):
+    if n_gpus > 1 and not (engine.name == "sglang" and sglang_fuses(model, gpu, engine)):
         kernels += 2 * model.n_layers - model.n_bare_layers + 2 * full * model.n_full_layers
     return kernels
 
@@ -128,14 +132,32 @@ def small_kernel_s(gpu: GPU) -> float:
     return seconds.get(gpu.name) or seconds.get(gpu.sibling, seconds["H100"])
 
 
-def unfused_gate_kernels(model: ModelDims, engine: Engine) -> int:
-    """Kernels that SGLang's GLM-4 (float32 gates beside shared experts) launches beside others'.
+def _is_glm(model: ModelDims) -> bool:
+    return model.float32_gate and model.shared_intermediate_size > 0
 
-    Its experts are one group, for which ``biased_grouped_topk_impl`` launches eight kernels instead
-    of one (sgl-project/sglang pull request 13049 counts them; ``topk.py`` of 0.5.6 to 0.5.10), and
-    ``glm4_moe.py`` scales the experts' output and adds that of the shared one."""
-    is_glm = model.float32_gate and model.shared_intermediate_size > 0
-    return 9 if is_glm and engine.name == "sglang" else 0
+
+def has_float32_gate(model: ModelDims, engine: Engine) -> bool:
+    """Whether an engine computes the model's gate in float32: of GLM-4 neither SGLang before 0.5.10
+    (``glm4_moe.py``) nor TensorRT-LLM (``modeling_glm.py``)."""
+    bfloat16 = engine.name == "trtllm" or (engine.name == "sglang" and engine.before("0.5.10"))
+    return model.float32_gate and not (bfloat16 and _is_glm(model))
+
+
+def unfused_gate_s(model: ModelDims, gpu: GPU, engine: Engine, *, fused: bool) -> float:
+    """Return what GLM-4 takes to choose and add experts beside other models, s.
+
+    Its experts are one group, for which SGLang's ``biased_grouped_topk_impl`` launches eight
+    kernels instead of one (sgl-project/sglang pull request 13049 counts them); since 0.5.12 only
+    where the shared expert is ``fused`` (``topk.py`` of 0.5.6 to 0.5.23). Another kernel adds the
+    output of one that is not (``glm4_moe.py``). vLLM before 0.12 launches a sigmoid, a sum, two of
+    ``grouped_topk`` and a conversion (its issue 28086), and adds the shared output."""
+    if engine.name == "vllm" and engine.before("0.12") and _is_glm(model):
+        return 5 * small_kernel_s(gpu)
+    if engine.name != "sglang" or not _is_glm(model):
+        return 0.0
+    added = 0.0 if fused else small_kernel_s(gpu)
+    unfused = fused or engine.before("0.5.12")
+    return added + (UNFUSED_TOP_K_S - small_kernel_s(gpu) if unfused else 0.0)
 
 
 def float32_gate_s(
@@ -146,8 +168,7 @@ def float32_gate_s(
     cuBLAS's kernels for few columns go through all rows of a matrix one after the other: times go
     with the hidden size, as measured on GB200; tokens are converted first, in a separate kernel
     (vllm-project/vllm pull request 38445)."""
-    old = _FLOAT32_GATES.get(engine.name, "")
-    if engine.version and version_numbers(engine.version) < version_numbers(old):
+    if engine.before(_FLOAT32_GATES.get(engine.name, "")):
         kernel = "float32"
     else:
         kernel = "bf16x3" if engine.name == "vllm" else "tf32"

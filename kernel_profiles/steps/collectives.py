@@ -10,8 +10,10 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import bounds, roofline
 from eldr_sim.kernel_profiles.kernels.all_reduce import (
     CUSTOM_ALL_REDUCE_BYTES,
+    LEAST_BYTES,
     ONE_KERNEL,
     fused_tokens,
+    norm_reduces,
 )
 from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETWORK_LATENCY_S
 from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
@@ -37,6 +39,9 @@ class Collectives:
         self.model, self.gpu = model, gpu
         self.n_gpus = parallelism.tensor_parallel_size
         self.shared = parallelism.data_parallel_size > 1
+        self.norm_reduces = norm_reduces(engine)
+        # SGLang pads the sums of norms since 0.5.9 (its pull request 16483), vLLM does not.
+        self.least_bytes = LEAST_BYTES if engine.name == "vllm" or engine.before("0.5.9") else 0
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
         self.tables: list[format.LatencyTable] = []  #: which are read
@@ -87,7 +92,8 @@ class Collectives:
         reduces = 1 + 2 * model.n_layers - model.n_bare_layers - gathers
         total = reduces * self._all_reduce_s(message, rows <= self.fused_tokens)
         if model.qk_norm == "full_width":  # sums of squares of queries and keys, float32
-            total = total + model.n_full_layers * self._all_reduce_s(8 * rows)
+            sums = self._all_reduce_s(8 / self.norm_reduces * rows)
+            total = total + self.norm_reduces * model.n_full_layers * sums
         if gathers:
             total = total + gathers * self.gather_s(message)
         return np.where(rows > 0, total, 0.0)
@@ -111,7 +117,8 @@ class Collectives:
             seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
         if "custom" in self._latency:
             custom = self._latency["custom"].time_s("all_reduce", n_gpus, n_bytes)
-            seconds = np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+            fits = (n_bytes >= self.least_bytes) & (n_bytes < CUSTOM_ALL_REDUCE_BYTES)
+            seconds = np.where(fits, custom, seconds)
         if "fused" in self._latency:
             one = self._latency["fused"].time_s("all_reduce", n_gpus, n_bytes)
             seconds = np.where(fused, one, seconds)

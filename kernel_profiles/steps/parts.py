@@ -10,6 +10,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import bounds, moe_latency, roofline
+from eldr_sim.kernel_profiles.kernels.all_reduce import norm_reduces
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     DecodeAttention,
     EngineStepLatency,
@@ -23,12 +24,13 @@ from eldr_sim.kernel_profiles.kernels.small_kernels import (
     dense_linears,
     elementwise_bytes,
     float32_gate_s,
+    has_float32_gate,
     launched_kernels,
     layer_kernels,
     quantized_inputs,
     residual_bytes,
     small_kernel_s,
-    unfused_gate_kernels,
+    unfused_gate_s,
     unfused_kernels,
 )
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
@@ -214,6 +216,8 @@ class Parts:
             # Of GPT-OSS SGLang takes triton_kernels on Hopper, as vLLM, unless experts are
             # spread (server_args.py: moe_runner_backend); its own rows are of fused_moe_triton.
             kernels.insert(0, "oaitriton")
+        if backend == "auto" and self._takes_deep_gemm():
+            kernels.insert(0, "deepgemm")
         found = (
             self._table(
                 "moe",
@@ -225,6 +229,16 @@ class Parts:
             for kernel in kernels
         )
         return next((table for table in found if table is not None), None)
+
+    def _takes_deep_gemm(self) -> bool:
+        """Whether vLLM multiplies experts of FP8 blocks by DeepGEMM on Blackwell, at any batch.
+
+        It did by default until its list of 0.15 had FlashInfer's kernels first (issue 34249), but
+        not where eight GPUs share an expert (pull request 29346; ``get_fp8_moe_backend`` of
+        ``fp8.py``). Rows of it are TensorRT-LLM's."""
+        blocks = self.model.expert_dtype == "fp8_block" and self.gpu.fp4_flops > 0
+        width = self.parallelism.tensor_parallel_size // self.parallelism.n_expert_ranks
+        return self.engine.name == "vllm" and self.engine.before("0.15") and blocks and width < 8
 
     def _no_less(self, layer: moe_latency.MoELatency) -> moe_latency.MoELatency:
         """Bound a MoE layer from below by what the GPU can read and compute."""
@@ -347,13 +361,15 @@ class Parts:
         count the chain)."""
         if model.attention == "mla" or (model.index_topk and "attention" not in self.missing):
             return 0
-        gate = unfused_gate_kernels(self.model, self.engine)
+        quantized = 0
         if model.linear_dtype == "fp8_block":
             gemm = self._table("gemm", dtype="fp8_block")
             if gemm is None or "trtllm" not in gemm.metadata.framework:
-                gate += quantized_inputs(model)  # TensorRT-LLM's rows have them
+                quantized = quantized_inputs(model)  # TensorRT-LLM's rows have them
         kernels = self._layer_kernels(model) + (model.qk_norm != "none")
-        return gate + max(kernels - FITTED_KERNELS, 0)
+        if model.qk_norm == "full_width" and self.parallelism.tensor_parallel_size > 1:
+            kernels += 2 * (norm_reduces(self.engine) - 1)
+        return quantized + max(kernels - FITTED_KERNELS, 0)
 
     def _layer_kernels(self, model: ModelDims) -> int:
         return layer_kernels(model, compiled=self.engine.name == "vllm")
@@ -524,7 +540,7 @@ class Parts:
     def _gate_s(self, rows: Floats) -> Floats:
         """The gate of a MoE layer; of float32 no less than what engines take for it."""
         seconds = self._matrix_s(self.model.n_experts, self.model.hidden_size, rows)
-        if not self.model.float32_gate:
+        if not has_float32_gate(self.model, self.engine):
             return seconds
         slow, self.provenance["gate"] = float32_gate_s(
             self.gpu, self.model.hidden_size, rows, self.engine
@@ -548,9 +564,10 @@ class Parts:
             )
         else:
             moved_s = elementwise_bytes(model) * rows / bandwidth
+            gate_s = unfused_gate_s(self.model, self.gpu, self.engine, fused=self.fused)
             kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s
             least_s = (
-                NORMS_S + self._more_kernels(model) * small_kernel_s(self.gpu)
+                NORMS_S + self._more_kernels(model) * small_kernel_s(self.gpu) + gate_s
                 if kernel_s is None
                 else kernel_s
                 * (self._layer_kernels(model) + unfused_kernels(model) / model.n_layers)

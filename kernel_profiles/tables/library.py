@@ -43,6 +43,10 @@ class Engine(NamedTuple):
     name: str = "vllm"  #: as a table's framework begins: ``vllm``, ``sglang`` or ``trtllm``
     version: str = ""  #: rows up to it come before newer ones; empty: the newest
 
+    def before(self, version: str) -> bool:
+        """Return whether this engine's version, if there is one, came before another."""
+        return bool(self.version) and version_numbers(self.version) < version_numbers(version)
+
 
 class ShippedTable(NamedTuple):
     """A table that ships: its name, and where its rows stand."""

@@ -18,7 +18,11 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     PrefillAttention,
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.kernels.small_kernels import bytes_alone, small_kernel_s
+from eldr_sim.kernel_profiles.kernels.small_kernels import (
+    UNFUSED_TOP_K_S,
+    bytes_alone,
+    small_kernel_s,
+)
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.parts import NORMS_S, Parts
@@ -291,7 +295,7 @@ def test_shared_experts_have_three_matrices():
 @on_each(
     "model, gpu, engine, size",
     [("DeepSeek-R1", "H200", "sglang", 8), ("DeepSeek-R1", "B200", "sglang", 8),
-     ("GLM-4.5", "H100", "sglang", 8), ("Qwen1.5-MoE-A2.7B", "H100", "sglang", 1),
+     ("Qwen1.5-MoE-A2.7B", "H100", "sglang", 1),
      ("DeepSeek-R1", "MI300X", "sglang", 8)],
 )  # fmt: skip
 def test_fused_shared_experts_cost_their_bytes_and_flops(model, gpu, engine, size):
@@ -310,8 +314,7 @@ def test_fused_shared_experts_cost_their_bytes_and_flops(model, gpu, engine, siz
         bounds.linear_s(load_gpu(gpu), n, k, rows, part.dtype_of("mlp"))
         for n, k in part.shared_linears
     )
-    if "GLM" not in model:  # whose gates without shared experts launch fewer kernels
-        assert (fused >= alone + layers * least * (1 - 1e-9)).all()
+    assert (fused >= alone + layers * least * (1 - 1e-9)).all()
     assert (fused[1:] < series[1:]).all()
     saved = series[1:] - fused[1:]
     assert saved[0] == pytest.approx(saved[63], rel=0.05)
@@ -609,16 +612,22 @@ def test_deepseek_on_mi300x_takes_what_was_published(batch, published_ms):
     assert 1e3 * sum(parts) == pytest.approx(published_ms, rel=0.15)
 
 
-def test_glm_on_sglang_launches_nine_more_small_kernels_a_layer():
-    """Its top-k in eight kernels, a scaling and a sum, beside what its float32 gate takes there."""
+@pytest.mark.parametrize(
+    ("engine", "unfused", "float32"),
+    [(Engine("sglang", "0.5.9"), True, False), (Engine("sglang", "0.5.11"), True, True),
+     (Engine("sglang"), False, True), (Engine("vllm"), False, True),
+     (Engine("trtllm"), False, False)],
+)  # fmt: skip
+def test_what_glm_takes_to_choose_experts_goes_by_engine_and_version(engine, unfused, float32):
+    """SGLang's top-k in eight kernels, the sum of a shared expert that is not fused, and gates."""
     model, gpu, one = load_model("GLM-4.6"), load_gpu("B200"), np.ones(1)
-    dense_s, gate_s = {}, {}
-    for name in ("sglang", "vllm"):
-        parts = Parts(model, gpu, Parallelism(8), (), 4096, engine=Engine(name))
-        dense_s[name] = parts.dense_part_s(one)
-        gate_s[name] = model.n_moe_layers * parts._gate_s(one)
-    more = (dense_s["sglang"] - gate_s["sglang"]) - (dense_s["vllm"] - gate_s["vllm"])
-    assert more == pytest.approx(9 * model.n_layers * small_kernel_s(gpu))
+    others = model.model_copy(update={"float32_gate": False})
+    of, plain = (Parts(m, gpu, Parallelism(8), (), 4096, engine=engine) for m in (model, others))
+    gates = [model.n_moe_layers * parts._gate_s(one)[0] for parts in (of, plain)]
+    assert ("gate" in of.provenance) == float32
+    chosen = (of.dense_part_s(one)[0] - gates[0]) - (plain.dense_part_s(one)[0] - gates[1])
+    layer_s = UNFUSED_TOP_K_S if unfused else small_kernel_s(gpu) * (engine.name == "sglang")
+    assert chosen == pytest.approx(model.n_layers * layer_s, abs=1e-9)
 
 
 @pytest.mark.parametrize("gpu_name", ["MI300X", "H100"])
