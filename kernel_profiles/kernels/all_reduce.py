@@ -60,8 +60,8 @@ def fused_tokens(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int
 
 def norm_reduces(engine: Engine) -> int:
     """Return the all-reduces of norms over the heads of all GPUs: queries' and keys' sums together,
-    in vLLM before 0.14 and SGLang before 0.5.8 each (vllm-project/vllm pull request 31493,
-    ``minimax_m2.py`` of SGLang 0.5.7 and 0.5.8)."""
+    in vLLM before 0.14 and SGLang before 0.5.8 each (vllm-project/vllm pull request 31493 and the
+    date of its merge; SGLang's ``minimax_m2.py`` of 0.5.7 and 0.5.8)."""
     since = {"vllm": "0.14", "sglang": "0.5.8"}.get(engine.name)
     return 2 if since and engine.before(since) else 1
 

@@ -150,7 +150,8 @@ def unfused_gate_s(model: ModelDims, gpu: GPU, engine: Engine, *, fused: bool) -
     kernels instead of one (sgl-project/sglang pull request 13049 counts them); since 0.5.12 only
     where the shared expert is ``fused`` (``topk.py`` of 0.5.6 to 0.5.23). Another kernel adds the
     output of one that is not (``glm4_moe.py``). vLLM before 0.12 launches a sigmoid, a sum, two of
-    ``grouped_topk`` and a conversion (its issue 28086), and adds the shared output."""
+    ``grouped_topk`` and a conversion (its issue 28086 and
+    the date of its fix), and adds the shared output."""
     if engine.name == "vllm" and engine.before("0.12") and _is_glm(model):
         return 5 * small_kernel_s(gpu)
     if engine.name != "sglang" or not _is_glm(model):

@@ -75,6 +75,7 @@ def test_a_command_imports_no_more_than_it_needs(commands, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_the_python_api_imports_no_more_than_the_command():
     short = "topology='1P2D', request_rate=10, duration=2, warmup=1, output_len=10, policy='jsq'"
     code = (

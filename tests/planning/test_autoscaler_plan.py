@@ -21,6 +21,8 @@ from eldr_sim.reports.plan_section import plan_words
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.groups import parse_slo
 
+pytestmark = pytest.mark.long
+
 CONFIG = RunConfig(
     trace="reference-moe", topology="3C", policy="jsq", load="ladder:15,40,80,40,15@6",
     input_len=1000, output_len=16, start_up="0.3", max_num_seqs=16,
@@ -47,7 +49,6 @@ def hours(found):
     return sum(s["scaling"]["gpu_hours"] for s in found.summaries) / len(found.summaries)
 
 
-@pytest.mark.long
 def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
     runs = RunCache(1)
     meet = [
@@ -60,7 +61,6 @@ def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
     assert fixed.trial.config.cluster.topology == f"{min(meet)}C"
 
 
-@pytest.mark.long
 def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
     row = next(row for row in answer.rows if row.policy.startswith("seconds"))
     runs, found, (first,) = RunCache(1), [], row.trial.config.scaling.initial_workers
@@ -138,7 +138,6 @@ def test_a_period_has_the_mean_of_what_changes_in_it():
     assert [row["workers"] for row in workers_by_period(scaling)] == [{"decode": 2.0}] * 24
 
 
-@pytest.mark.long
 def test_prices_make_it_dollars():
     found = find(
         Space(CONFIG, prices={"h100": 2.0}),
@@ -230,7 +229,6 @@ def test_bad_questions(changes, rules, message):
         )
 
 
-@pytest.mark.long
 def test_the_command(run_cli, tmp_path):
     options = (
         "plan", "--load", "ladder:15,40,80,40,15@6", "--slo", "ttft:300", "--attainment", "0.9",

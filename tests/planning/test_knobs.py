@@ -11,6 +11,8 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
+pytestmark = pytest.mark.long
+
 OBJECTIVE = Objective(parse_slo(["ttft:200,tpot:10"]), 0.9, (3,))
 CONFIG = make_config({"trace": "reference-moe", "duration": 6, "warmup": 2, "output_len": 24})
 CHOSEN = {"tensor_parallel_sizes": [1, 2], "policies": ["round_robin"],
@@ -28,7 +30,6 @@ def rows(answer):
     return {row.policy: row for row in answer.rows}
 
 
-@pytest.mark.long
 def test_the_base_is_where_a_guide_begins(rows):
     assert str(rows[BASE].config.cluster.topology) == "4C"
     assert value_of(rows[BASE].config, SEATS) == 4
@@ -38,7 +39,6 @@ def test_the_base_is_where_a_guide_begins(rows):
     assert str(rows[SEATS].config.cluster.topology) == "4C"
 
 
-@pytest.mark.long
 def test_all_together_is_the_best_split_and_none_alone_is_better(rows):
     chosen = CHOSEN | {"axes": {SEATS: [4, 1024]}}
     split = find(Space(CONFIG, **chosen), HighestRate(OBJECTIVE, 4), RunCache(1))

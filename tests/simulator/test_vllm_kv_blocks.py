@@ -92,6 +92,7 @@ def test_our_capacity_equals_vllms(model):
         assert our_tokens(model, hybrid=False) == int(row["whole_tokens"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["DeepSeek-V4-Pro", "DeepSeek-V4-Flash"])
 def test_a_request_takes_blocks_of_windows_and_compressors(model, drawn_routing):
     """At most, of a decoding request: 3 in each of two groups of windows, 3 and 17."""

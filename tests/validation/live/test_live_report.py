@@ -17,6 +17,8 @@ from eldr_sim.validation.live.live_run import write_live_run
 from eldr_sim.validation.live.report import live_report
 from eldr_sim.validation.live.report.live_report import write_report
 
+pytestmark = pytest.mark.long
+
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 MACHINE = {"cpu": "a processor", "cores": "2"}
 VERSIONS = {"vllm": "0.32.0", "eldr-sim": "0.1.0"}
@@ -129,7 +131,6 @@ def test_the_page_is_made_of_comparison_json_alone(written):
     assert not re.search(r"\b(nan|inf)\b", text)
 
 
-@pytest.mark.long
 def test_the_headline_shows_the_figures(written):
     folder, document = written
     (table,) = (t for t in tables((folder / "README.md").read_text()) if t[0] == "Goals")
