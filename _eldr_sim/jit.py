@@ -218,9 +218,10 @@ def _load(text: bytes) -> int:
         at, known = (llvm.address_of_symbol(each) for each in (ours, f"numba_{ours}"))
         if at and not known:
             llvm.add_symbol(f"numba_{ours}", at)
-    if any(llvm.address_of_symbol(need) is None for need in needs):
+    unknown = [need for need in needs if llvm.address_of_symbol(need) is None]
+    if unknown:
         import eldr_sim.compiler  # noqa: F401  numba makes its own known
-    if any(llvm.address_of_symbol(need) is None for need in needs):
+    if any(llvm.address_of_symbol(need) is None for need in unknown):
         return 0
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

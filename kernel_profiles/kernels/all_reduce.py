@@ -19,7 +19,7 @@ _CAPABILITY = {
     "H100": "9.0", "H200": "9.0", "B200": "10.0", "GB200": "10.0", "B300": "10.3", "GB300": "10.3"
 }  # fmt: skip
 _SGLANG_TOKENS = 2048  # FUSE_ALLREDUCE_MAX_BATCH_SIZE of its layers/communicator.py
-_VLLM_SINCE = {"9.0": "0.17", "10.0": "0.17", "10.3": "0.19"}
+_VLLM_SINCE = {"9.0": (0, 17), "10.0": (0, 17), "10.3": (0, 19)}
 _MIB = 1 << 20
 _VLLM_BYTES = {
     "9.0": {2: 64 * _MIB, 4: 2 * _MIB, 8: _MIB // 2},
@@ -33,7 +33,7 @@ def sglang_fuses(model: ModelDims, gpu: GPU, engine: Engine) -> bool:
     aside, before 0.5.7 the first two on Blackwell (``server_args.py`` of 0.5.6.post2 and 0.5.7); no
     dense models, linear attention, or norms over the heads of all GPUs (MiniMax)."""
     first = model.attention == "mla" or model.name.lower().startswith("gpt-oss")
-    if engine.before("0.5.7") and not (first and _capability(gpu).startswith("10")):
+    if engine.before(0, 5, 7) and not (first and _capability(gpu).startswith("10")):
         return False
     plain = model.is_dense or model.n_linear_layers > 0 or model.qk_norm == "full_width"
     return not plain and bool(_capability(gpu)) and gpu.name not in ("H20", "H20-141GB")
@@ -52,8 +52,8 @@ def fused_tokens(model: ModelDims, gpu: GPU, n_gpus: int, engine: Engine) -> int
     if engine.name == "sglang":
         return _SGLANG_TOKENS if sglang_fuses(model, gpu, engine) else 0
     capability = _capability(gpu)
-    since = _VLLM_SINCE.get(capability, "")
-    if engine.name != "vllm" or not since or engine.before(since):
+    since = _VLLM_SINCE.get(capability)
+    if engine.name != "vllm" or not since or engine.before(*since):
         return 0
     return _VLLM_BYTES[capability].get(n_gpus, 0) // token_bytes
 
@@ -62,8 +62,8 @@ def norm_reduces(engine: Engine) -> int:
     """Return the all-reduces of norms over the heads of all GPUs: queries' and keys' sums together,
     in vLLM before 0.14 and SGLang before 0.5.8 each (vllm-project/vllm pull request 31493 and the
     date of its merge; SGLang's ``minimax_m2.py`` of 0.5.7 and 0.5.8)."""
-    since = {"vllm": "0.14", "sglang": "0.5.8"}.get(engine.name)
-    return 2 if since and engine.before(since) else 1
+    since = {"vllm": (0, 14), "sglang": (0, 5, 8)}.get(engine.name)
+    return 2 if since and engine.before(*since) else 1
 
 
 def _capability(gpu: GPU) -> str:

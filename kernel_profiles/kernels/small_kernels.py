@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.tables.library import Engine
 
 SMALL_KERNELS = shipped_json("small_kernels")
 _ROUTER = shipped_json("router_gemm")
-_FLOAT32_GATES = {"vllm": "0.29", "sglang": "0.5.11"}
+_FLOAT32_GATES = {"vllm": (0, 29), "sglang": (0, 5, 11)}
 """Versions since which gates of float32 run on tensor cores (vllm-project/vllm pull request 55899,
 September 2026; sgl-project/sglang 22744, April 2026, which says what a gate took before: 9.1% of a
 step of 64 sequences of MiniMax-M2.5, and 3.3% after); TensorRT-LLM's do (its 16705)."""
@@ -139,7 +139,7 @@ def _is_glm(model: ModelDims) -> bool:
 def has_float32_gate(model: ModelDims, engine: Engine) -> bool:
     """Whether an engine computes the model's gate in float32: of GLM-4 neither SGLang before 0.5.10
     (``glm4_moe.py``) nor TensorRT-LLM (``modeling_glm.py``)."""
-    bfloat16 = engine.name == "trtllm" or (engine.name == "sglang" and engine.before("0.5.10"))
+    bfloat16 = engine.name == "trtllm" or (engine.name == "sglang" and engine.before(0, 5, 10))
     return model.float32_gate and not (bfloat16 and _is_glm(model))
 
 
@@ -152,12 +152,12 @@ def unfused_gate_s(model: ModelDims, gpu: GPU, engine: Engine, *, fused: bool) -
     output of one that is not (``glm4_moe.py``). vLLM before 0.12 launches a sigmoid, a sum, two of
     ``grouped_topk`` and a conversion (its issue 28086 and
     the date of its fix), and adds the shared output."""
-    if engine.name == "vllm" and engine.before("0.12") and _is_glm(model):
+    if engine.name == "vllm" and engine.before(0, 12) and _is_glm(model):
         return 5 * small_kernel_s(gpu)
     if engine.name != "sglang" or not _is_glm(model):
         return 0.0
     added = 0.0 if fused else small_kernel_s(gpu)
-    unfused = fused or engine.before("0.5.12")
+    unfused = fused or engine.before(0, 5, 12)
     return added + (UNFUSED_TOP_K_S - small_kernel_s(gpu) if unfused else 0.0)
 
 
@@ -169,7 +169,7 @@ def float32_gate_s(
     cuBLAS's kernels for few columns go through all rows of a matrix one after the other: times go
     with the hidden size, as measured on GB200; tokens are converted first, in a separate kernel
     (vllm-project/vllm pull request 38445)."""
-    if engine.before(_FLOAT32_GATES.get(engine.name, "")):
+    if engine.before(*_FLOAT32_GATES.get(engine.name, ())):
         kernel = "float32"
     else:
         kernel = "bf16x3" if engine.name == "vllm" else "tf32"

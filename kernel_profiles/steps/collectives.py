@@ -41,7 +41,7 @@ class Collectives:
         self.shared = parallelism.data_parallel_size > 1
         self.norm_reduces = norm_reduces(engine)
         # SGLang pads the sums of norms since 0.5.9 (its pull request 16483), vLLM does not.
-        self.least_bytes = LEAST_BYTES if engine.name == "vllm" or engine.before("0.5.9") else 0
+        self.least_bytes = LEAST_BYTES if engine.name == "vllm" or engine.before(0, 5, 9) else 0
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
         self.tables: list[format.LatencyTable] = []  #: which are read

@@ -238,7 +238,7 @@ class Parts:
         ``fp8.py``). Rows of it are TensorRT-LLM's."""
         blocks = self.model.expert_dtype == "fp8_block" and self.gpu.fp4_flops > 0
         width = self.parallelism.tensor_parallel_size // self.parallelism.n_expert_ranks
-        return self.engine.name == "vllm" and self.engine.before("0.15") and blocks and width < 8
+        return self.engine.name == "vllm" and self.engine.before(0, 15) and blocks and width < 8
 
     def _no_less(self, layer: moe_latency.MoELatency) -> moe_latency.MoELatency:
         """Bound a MoE layer from below by what the GPU can read and compute."""

@@ -43,9 +43,9 @@ class Engine(NamedTuple):
     name: str = "vllm"  #: as a table's framework begins: ``vllm``, ``sglang`` or ``trtllm``
     version: str = ""  #: rows up to it come before newer ones; empty: the newest
 
-    def before(self, version: str) -> bool:
-        """Return whether this engine's version, if there is one, came before another."""
-        return bool(self.version) and version_numbers(self.version) < version_numbers(version)
+    def before(self, *numbers: int) -> bool:
+        """Return `before` of this engine's version."""
+        return before(self.version, *numbers)
 
 
 class ShippedTable(NamedTuple):
@@ -174,6 +174,19 @@ def find_table(
 def version_numbers(version: str) -> list[int]:
     """Return the numbers of a version: 1, 3, 0, 20 of ``1.3.0rc20``."""
     return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def before(version: str | None, *numbers: int) -> bool:
+    """Return whether an engine's version came before another.
+
+    Args:
+        version: such as ``0.5.6.post2``; empty or None: the newest.
+        numbers: of the other version, such as 0, 5, 7.
+
+    Returns:
+        Whether it did; False for the newest.
+    """
+    return bool(version) and version_numbers(str(version)) < list(numbers)
 
 
 def rank(table: ShippedTable, engine: Engine) -> tuple[int, int, bool, list[int], str]:

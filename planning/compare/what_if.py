@@ -20,6 +20,9 @@ from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config import run_config
 from eldr_sim.simulator.setup.config.spellings import parse_setting, parse_value
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 #: Metrics of a what-if.
 FIGURES = (
     *HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker",
@@ -38,8 +41,6 @@ REQUEST_FIELDS = (
     "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
 )  # fmt: skip
 
-if TYPE_CHECKING:
-    import pyarrow as pa
 #: What is in force of them, where that is not the field's own value.
 _IN_FORCE: dict[str, Callable[[run_config.RunConfig], Any]] = {
     "request_rate": lambda config: config.requests.effective_rate,

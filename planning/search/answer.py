@@ -29,6 +29,9 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
 from eldr_sim.traces.requests.session_shape import rate_unit
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces
 #: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
 FIGURES = (
@@ -46,9 +49,6 @@ _ASSUMED = (
     "weakest_provenance", "provenance", "lookups_outside_tables", "decode_steps",
     "latency_warnings", "latency_notes", "kv_transfer", "trace",
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from eldr_sim.kernel_profiles.tables.library import before
 from eldr_sim.simulator.outcome.error_band import LOADS
-from eldr_sim.simulator.setup.config.engine_rules import before
 from eldr_sim.simulator.setup.config.groups import ServiceLevel
 from eldr_sim.simulator.setup.config.requests import WorkloadConfig
 from eldr_sim.traces.workload import Workload

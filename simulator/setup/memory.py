@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.simulator.setup.config.engine_rules import before
+from eldr_sim.kernel_profiles.tables.library import before
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.speculation import Speculation

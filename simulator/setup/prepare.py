@@ -25,7 +25,7 @@ from eldr_sim.simulator.setup.config.engine_rules import (
 )
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
-from eldr_sim.simulator.setup.config.pools import pools_of
+from eldr_sim.simulator.setup.config.pools import WorkerPool, pools_of
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
 from eldr_sim.simulator.setup.engine_specs import make_engine_spec
@@ -81,7 +81,9 @@ def prepare(
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
-    config = _with_larger_blocks(config, model)
+    size = _block_size(config.engine.block_size, config.pools, model)
+    if size != config.engine.block_size:
+        config = config.replace(block_size=size)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers form one pool", "decode, or none")
     if not config.cluster.generates and config.cluster.decode != Pool():
@@ -336,16 +338,10 @@ def _front_end(config: RunConfig, model: ModelDims) -> FrontEndSpec | None:
     )
 
 
-def _with_larger_blocks(config: RunConfig, model: ModelDims) -> RunConfig:
-    """Return the configuration with KV blocks as large as vLLM makes them for such a model."""
-    size = config.engine.block_size
-    sizes = [
-        least_block_size(pool.parallelism.shard(model), size)
-        for pool in config.pools
-        if pool.engine == "vllm"
-    ]
-    larger = max(sizes, default=size)
-    return config if larger == size else config.replace(block_size=larger)
+def _block_size(size: int, pools: Sequence[WorkerPool], model: ModelDims) -> int:
+    """Return the tokens of a KV block, as large as vLLM makes it for such a model."""
+    shards = (pool.parallelism.shard(model) for pool in pools if pool.engine == "vllm")
+    return max((least_block_size(shard, size) for shard in shards), default=size)
 
 
 def _state_blocks(config: RunConfig, model: ModelDims, pools: Sequence[PoolSpec]) -> int:

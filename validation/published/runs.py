@@ -42,7 +42,8 @@ _FIELDS = {
     "length_range": "random_range_ratio",
 }  # fmt: skip
 _ENGINES = ("vllm", "sglang", "trtllm")
-#: Rows with more requests in flight on a worker are told apart: servers and clients set the pace.
+#: Rows with more requests in flight on a worker are reported separately: there the server and the
+#: client set the pace.
 MANY = 256
 
 

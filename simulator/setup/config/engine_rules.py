@@ -12,7 +12,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
-from eldr_sim.kernel_profiles.tables.library import version_numbers
+from eldr_sim.kernel_profiles.tables.library import before
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.config.groups import EngineConfig, SchedulerConfig, StepConfig
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
@@ -263,11 +263,6 @@ def default_seats(
     if engine == "sglang":
         return max(1, (48 if drafts else 2048) // engines_of_worker)
     return 2048 if engine == "trtllm" else gpu.max_num_seqs
-
-
-def before(version: str | None, *numbers: int) -> bool:
-    """Return whether a version, if there is one, came before that of these numbers."""
-    return bool(version) and version_numbers(str(version))[: len(numbers)] < list(numbers)
 
 
 def activation_bytes(engine: Engine, version: str | None) -> int:
